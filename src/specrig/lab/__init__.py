@@ -1,0 +1,33 @@
+"""Throw-away hosts, a hub double and a registry: the lab in which a real converge runs without a rig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specrig.lab import engine
+from specrig.lab import hosts as lab_hosts
+from specrig.lab.errors import LabError
+
+__all__ = ["Lab", "LabError"]
+
+
+class Lab:
+    """One named lab. Every method can be called again: what is there is kept. Raises LabError."""
+
+    def __init__(self, name: str = "lab", assume_yes: bool = False, client: Any = None) -> None:
+        self.name = lab_hosts.check_name(name, "lab")
+        self.client = client or engine.ensure(assume_yes)
+
+    def up(self, wanted: Mapping[str, str]) -> Path:
+        """Bring hosts {name: 'debian-13' | 'debian-12'} up; return the inventory file."""
+        return lab_hosts.up(self.client, self.name, wanted)
+
+    def hosts(self) -> list[lab_hosts.Host]:
+        """The lab's lab_hosts."""
+        return lab_hosts.find(self.client, self.name)
+
+    def down(self, names: list[str] | None = None) -> list[str]:
+        """Remove the lab's hosts (all without `names`) and their volumes; return who is gone."""
+        return lab_hosts.down(self.client, self.name, names)

@@ -1,0 +1,31 @@
+"""Debian packages that the lab itself needs on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+
+from specrig.lab.errors import LabError
+from specrig.lab.progress import Progress
+
+
+def as_root(command: list[str]) -> list[str]:
+    """`command`, through sudo when this process is not root."""
+    return command if os.geteuid() == 0 else ["sudo", *command]
+
+
+def apt_install(packages: list[str], say: Progress) -> None:
+    """Install Debian packages, with a refresh of the lists first. Raises LabError LAB_APT."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    steps = ["apt-get update", f"apt-get install -y --no-install-recommends {' '.join(packages)}"]
+    for step in steps:
+        say.phase(step)
+        command = as_root(["env", "DEBIAN_FRONTEND=noninteractive", *step.split()])
+        done = subprocess.run(command, env=environment, check=False, text=True, capture_output=True)
+        # A broken third-party list fails the refresh without making the packages unavailable: the install decides.
+        if done.returncode != 0 and step != steps[0]:
+            tail = "\n    ".join(done.stderr.strip().splitlines()[-6:])
+            raise LabError(
+                "LAB_APT", f"{step} failed:\n    {tail}", f"run it yourself: {shlex.join(as_root(step.split()))}"
+            )

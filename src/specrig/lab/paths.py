@@ -1,0 +1,21 @@
+"""Where the lab keeps things: state that a person may delete under `.rig/lab`, caches under XDG_CACHE_HOME."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def state(lab: str | None = None) -> Path:
+    """`.rig/lab` of the repository, or the folder of one lab in it; made when missing."""
+    root = Path(os.environ.get("RIG_STATE", Path(__file__).parents[3] / ".rig")) / "lab"
+    folder = root / lab if lab else root
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def cache(name: str) -> Path:
+    """`${XDG_CACHE_HOME:-~/.cache}/specrig/<name>`; made when missing."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrig" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
