@@ -1,0 +1,162 @@
+"""The packaged catalog (catalog/*.yml), read once, typed and checked. The only I/O of the plan."""
+
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from specrig.plan import versions
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Entry(BaseModel):
+    """A catalog entry: closed, so a misspelt key is an error of the catalog and not a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sourced(Entry):
+    """An entry that says where its numbers come from; `recall` marks what was written from memory."""
+
+    source: str = Field(min_length=4)
+
+
+class Power(Entry):
+    """Watts."""
+
+    default: int
+    min: int
+    max: int
+
+
+class Gpu(Sourced):
+    """One card. Memory in MiB, bandwidth in 10^9 bytes/s; the fields are explained at the top of gpus.yml."""
+
+    title: str
+    match: list[str]
+    family: Literal["geforce", "workstation", "datacenter"]
+    compute: str = Field(pattern=r"^\d+\.\d$")
+    vram_mib: int = Field(gt=0)
+    reserved_mib: int = Field(ge=0)
+    bandwidth_gbs: int = Field(gt=0)
+    power: Power
+    bar1_mib: int = Field(gt=0)
+    nvlink: bool
+    p2p: bool
+    min_driver: int
+
+
+class ModelConfig(BaseModel):
+    """The numbers of a model's config.json that the plan uses. Other keys of a real config.json are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    vocab_size: int = Field(gt=0, le=10_000_000)
+    num_hidden_layers: int = Field(gt=0, le=10_000)
+    hidden_size: int = Field(gt=0, le=1_000_000)
+    num_attention_heads: int = Field(gt=0, le=100_000)
+    num_key_value_heads: int = Field(gt=0, le=100_000)
+    head_dim: int = Field(gt=0, le=100_000)
+    max_position_embeddings: int = Field(gt=0, le=1_000_000_000)
+    intermediate_size: int = Field(default=0, ge=0, le=10_000_000)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    quantization: str | None = None
+
+
+class Model(Sourced):
+    """One repository's facts, used until it is locked."""
+
+    config: ModelConfig
+    tokenizer: str | None = None
+    reasoning_parser: str | None = None
+    kind: Literal["causal", "pard", "eagle3"] = "causal"
+
+
+class Image(Sourced):
+    """The official image from version `since` on: its CUDA, and the compute capabilities it has code for."""
+
+    since: str
+    cuda: str
+    min_compute: str
+    max_compute: str
+
+
+class Advisory(Entry):
+    """A published weakness of versions since <= v < fixed."""
+
+    id: str
+    since: str
+    fixed: str
+    note: str
+
+
+class Engine(Sourced):
+    """One engine and the versions of it that the plan knows."""
+
+    image: str
+    health_path: str
+    container_port: int
+    security_floor: str
+    versions: list[str]
+    images: list[Image]
+    advisories: list[Advisory] = []
+
+    def image_of(self, version: str) -> Image:
+        """The image facts that hold for `version`."""
+        at = versions.key(version)
+        return [entry for entry in self.images if at >= versions.key(entry.since)][-1]
+
+
+class Cuda(Sourced):
+    """What a CUDA runtime needs of the driver, and the branch to install for it."""
+
+    min_driver: str
+    branch: int
+
+
+class Drivers(Entry):
+    """drivers.yml."""
+
+    cuda: dict[str, Cuda]
+    branches: list[int]
+
+
+class Profile(Sourced):
+    """A named starting point: cards and services, both overridable."""
+
+    title: str
+    gpus: list[dict[str, Any]] = []
+    services: list[dict[str, Any]]
+
+
+class Catalog(Entry):
+    """Everything the plan knows before it is told anything."""
+
+    gpus: dict[str, Gpu]
+    models: dict[str, Model]
+    engines: dict[str, Engine]
+    drivers: Drivers
+    profiles: dict[str, Profile]
+
+
+def read(name: str) -> Any:
+    """The parsed YAML file `name` of this package ("catalog/gpus.yml")."""
+    return yaml.load(files("specrig.plan").joinpath(name).read_text("utf-8"), Loader=_Loader)  # noqa: S506  # a safe loader
+
+
+@lru_cache(maxsize=1)
+def catalog() -> Catalog:
+    """The packaged catalog. Raises pydantic's ValidationError when an entry is malformed (a test holds that)."""
+    return Catalog.model_validate(
+        {
+            "gpus": read("catalog/gpus.yml")["gpus"],
+            "models": read("catalog/models.yml")["models"],
+            "engines": read("catalog/engines.yml")["engines"],
+            "drivers": read("catalog/drivers.yml"),
+            "profiles": read("catalog/profiles.yml")["profiles"],
+        }
+    )

@@ -1,0 +1,185 @@
+"""From whatever stands in an inventory to typed declarations, every fault a finding with the field's path."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from specrig.plan.catalog import Catalog, Profile
+from specrig.plan.refusals import finding
+from specrig.plan.types import Declared, Facts, Finding, HostDecl, ServiceDecl
+
+M = TypeVar("M", bound=BaseModel)
+MAX_DEPTH = 12
+
+# The refusal for a value of the right type that its field does not take.
+CONSTRAINT_CODES = {
+    "name": "SERVICE_NAME_INVALID",
+    "served_name": "SERVED_NAME_INVALID",
+    "engine": "ENGINE_UNKNOWN",
+    "method": "METHOD_UNKNOWN",
+    "device": "DEVICE_UNKNOWN",
+    "vocab": "VOCAB_MODE_UNKNOWN",
+    "repo": "MODEL_NAME_INVALID",
+    "revision": "REVISION_NOT_COMMIT",
+    "max_model_len": "CONTEXT_INVALID",
+    "max_num_seqs": "CONCURRENCY_INVALID",
+    "gpu_memory_utilization": "UTIL_INVALID",
+    "tensor_parallel": "TP_INVALID",
+    "draft_tensor_parallel": "TP_INVALID",
+    "port": "PORT_INVALID",
+    "branch": "DRIVER_INVALID",
+    "version": "DRIVER_INVALID",
+    "count": "GPU_COUNT_INVALID",
+    "rig_models_root": "MODELS_ROOT_INVALID",
+    "rig_hub_endpoint": "HUB_ENDPOINT_INVALID",
+}
+_CONSTRAINTS = ("pattern", "greater_than", "less_than", "literal_error", "finite_number")
+
+
+def show(value: Any) -> str:
+    """A value in a message: short, and safe for any type."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower() if value is not None else "empty"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**30 else "a very large number"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        text = value if len(value) <= 60 else value[:57] + "…"
+        return ascii(text) if not text.isprintable() else f"'{text}'"
+    names = {dict: "a mapping", list: "a list"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """`value` with mappings, sequences and text subclasses made builtin. Raises RecursionError when nested too deep."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    if isinstance(value, Mapping):
+        return {k if type(k) is str else str(k) if isinstance(k, str) else show(k): plain(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    return str(value) if isinstance(value, str) and type(value) is not str else value
+
+
+def _near(word: str, known: Any) -> str:
+    match = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def _path(prefix: str, location: tuple[int | str, ...]) -> str:
+    text = prefix
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
+    location = tuple(part for part in error["loc"] if part not in ("int", "str", "[key]"))
+    kind, field = error["type"], str(location[-1]) if location else ""
+    path = _path(prefix, location)
+    hidden = "env" in location or "rig_api_key" in location
+    value = "a hidden value" if hidden else show(error.get("input"))
+    if kind == "extra_forbidden":
+        siblings = model.model_fields if len(location) == 1 else ()
+        return finding("UNKNOWN_FIELD", f"{path} is not a field{_near(field, siblings)}")
+    if kind == "missing":
+        return finding("FIELD_MISSING", f"{path} is missing")
+    if kind.endswith("too_long"):
+        return finding("TOO_LONG", f"{path} is too long: {error['msg'].lower()}")
+    if field == "k" and kind in ("greater_than_equal", "less_than_equal"):
+        code = "K_NEGATIVE" if kind.startswith("greater") else "K_TOO_LARGE"
+        return finding(code, f"{path} is {value}; it takes 0 to 6, and up to 12 with k_measured_reason")
+    if any(part in kind for part in _CONSTRAINTS) and field in CONSTRAINT_CODES:
+        return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {error['msg'].lower()}")
+    if any(part in kind for part in _CONSTRAINTS) or kind.endswith("too_short"):
+        return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {error['msg'].lower()}")
+    return finding("WRONG_TYPE", f"{path} is {value}: {error['msg'].split(',')[0].lower()}")
+
+
+def parse(model: type[M], value: Any, prefix: str = "") -> tuple[M | None, list[Finding]]:
+    """`value` as a `model`, or the findings that say why not."""
+    try:
+        return model.model_validate(value), []
+    except ValidationError as errors:
+        found = [_finding(model, prefix, error) for error in errors.errors(include_url=False)]
+        return None, list(dict.fromkeys(found))
+
+
+def host_declaration(declaration: Any) -> tuple[HostDecl, list[Finding]]:
+    """A host's rig_* variables. Faulty fields are reported and fall back to their default, so that all faults show."""
+    if not isinstance(declaration, Mapping):
+        return HostDecl.model_validate({}), [finding("NOT_A_MAPPING", f"the host's variables are {show(declaration)}")]
+    try:
+        ours = {k: plain(v) for k, v in declaration.items() if isinstance(k, str) and str(k).startswith("rig_")}
+    except RecursionError:
+        return HostDecl.model_validate({}), [finding("NESTED_TOO_DEEP", f"a rig_ variable nests deeper than {MAX_DEPTH}")]
+    decl, found = parse(HostDecl, ours)
+    if decl is None:
+        broken = {str(error["loc"][0]) for error in _errors(HostDecl, ours)}
+        decl = HostDecl.model_validate({k: v for k, v in ours.items() if k not in broken})
+    return decl, found
+
+
+def _errors(model: type[Declared], value: Any) -> list[Any]:
+    try:
+        model.model_validate(value)
+    except ValidationError as errors:
+        return list(errors.errors(include_url=False))
+    return []
+
+
+def host_facts(facts: Any) -> tuple[Facts, list[Finding]]:
+    """What the host reported. Unreadable facts are a finding and count as none."""
+    if facts is None:
+        return Facts(), []
+    try:
+        parsed, found = parse(Facts, plain(facts), "facts")
+    except RecursionError:
+        parsed, found = None, [finding("NESTED_TOO_DEEP", "facts are nested too deep")]
+    if parsed is None:
+        return Facts(), [finding("FACTS_INVALID", "; ".join(f.cause for f in found[:3]))]
+    return parsed, []
+
+
+def profile_of(decl: HostDecl, catalog: Catalog) -> tuple[Profile | None, list[Finding]]:
+    """The named profile."""
+    if decl.rig_profile is None:
+        return None, []
+    profile = catalog.profiles.get(decl.rig_profile)
+    if profile is None:
+        cause = f"rig_profile is {show(decl.rig_profile)}{_near(decl.rig_profile, catalog.profiles)}"
+        return None, [finding("PROFILE_UNKNOWN", cause, f"rig_profile: one of {', '.join(catalog.profiles)}")]
+    return profile, []
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**base, **over}
+    if isinstance(base.get("env"), dict) and isinstance(over.get("env"), dict):
+        merged["env"] = {**base["env"], **over["env"]}
+    return merged
+
+
+def service_declarations(decl: HostDecl, profile: Profile | None) -> tuple[list[ServiceDecl], list[Finding]]:
+    """The profile's services with the host's own merged over them by name, then the host's new ones."""
+    items: dict[Any, dict[str, Any]] = {service["name"]: service for service in (profile.services if profile else [])}
+    found: list[Finding] = []
+    seen: set[Any] = set()
+    for index, item in enumerate(decl.rig_services):
+        name = item.get("name")
+        name = name if isinstance(name, str) else index
+        if name in seen:
+            found.append(finding("SERVICE_NAME_DUPLICATE", f"rig_services names {show(name)} twice"))
+            continue
+        seen.add(name)
+        items[name] = _merge(items.get(name, {}), item)
+    services = []
+    for name, item in items.items():
+        service, faults = parse(ServiceDecl, item, f"rig_services[{name}]")
+        found += faults
+        services += [service] if service else []
+    if not items and not found:
+        found.append(finding("NOTHING_DECLARED", "the host has neither rig_profile nor rig_services"))
+    return services, found

@@ -1,0 +1,88 @@
+"""How a resolved service is said in an engine's own words, version by version.
+
+The tables (vllm.yml) hold every difference between versions; this module walks them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from specrig.plan import versions
+from specrig.plan.catalog import read
+
+Values = Mapping[str, Any]
+"""What a flag's `from` may name: str, int, float, True, or None/False/"" for "leave it out"."""
+
+
+@lru_cache(maxsize=8)
+def _tables(engine: str) -> dict[str, Any]:
+    tables: dict[str, Any] = read(f"dialects/{engine}.yml")
+    return tables
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One version of one engine. Built once per version (`dialect`)."""
+
+    engine: str
+    version: str
+    entrypoint: tuple[str, ...]
+    flags: tuple[tuple[str, str], ...]
+    json_keys: tuple[tuple[str, str], ...]
+    env_rows: tuple[tuple[str, str, str], ...]
+    traits: Mapping[str, Any]
+    known: Mapping[str, bool]  # every flag of the tables: is it accepted by this version?
+
+    def argv(self, values: Values) -> list[str]:
+        """The arguments that follow the entry point."""
+        spec = {key: values[name] for key, name in self.json_keys if values.get(name)}
+        every = {**values, "spec_json": json.dumps(spec, separators=(",", ":")) if values.get("k") else None}
+        argv: list[str] = []
+        for flag, name in self.flags:
+            value = every.get(name)
+            if value is None or value is False or value == "":
+                continue
+            argv += [word for word in (flag, "" if value is True else str(value)) if word]
+        return argv
+
+    def env(self, values: Values) -> dict[str, str]:
+        """The engine's environment; never a secret."""
+        return {name: text for name, source, text in self.env_rows if values.get(source)}
+
+
+@lru_cache(maxsize=512)
+def dialect(engine: str, version: str) -> Dialect:
+    """The dialect of a version that the catalog lists."""
+    tables, at = _tables(engine), versions.key(version)
+
+    def now(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row for row in rows if versions.within(at, row)]
+
+    every = tables["flags"] + tables["known"]
+    return Dialect(
+        engine=engine,
+        version=version,
+        entrypoint=tuple(now(tables["entrypoints"])[0]["argv"]),
+        flags=tuple((row["flag"], row["from"]) for row in now(tables["flags"])),
+        json_keys=tuple((row["key"], row["from"]) for row in now(tables["speculative_config"])),
+        env_rows=tuple((row["name"], row["from"], row.get("value", "1")) for row in now(tables["env"])),
+        traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
+        known={row["flag"]: any(r["flag"] == row["flag"] for r in now(every)) for row in every if row["flag"]},
+    )
+
+
+@lru_cache(maxsize=4096)
+def method_works(engine: str, method: str, version: str) -> bool:
+    """Does `version` have this speculation method?"""
+    at = versions.key(version)
+    return any(versions.within(at, window) for window in _tables(engine)["methods"][method]["windows"])
+
+
+def nearest(engine: str, known: list[str], version: str, method: str) -> list[str]:
+    """The closest older and newer versions that have the method (none, one or two)."""
+    works = [v for v in known if method_works(engine, method, v)]
+    older = versions.newest(v for v in works if versions.key(v) < versions.key(version))
+    newer = min((v for v in works if versions.key(v) > versions.key(version)), key=versions.key, default=None)
+    return [v for v in (older, newer) if v]

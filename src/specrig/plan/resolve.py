@@ -1,0 +1,342 @@
+"""A declaration with every default filled in from catalog, lock and facts: what rules judge and dialects render."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from specrig.plan import versions, vram
+from specrig.plan.catalog import Catalog, Engine, Gpu, ModelConfig
+from specrig.plan.declare import parse, show
+from specrig.plan.dialects import Dialect, dialect, method_works
+from specrig.plan.refusals import finding
+from specrig.plan.types import Facts, Finding, HostDecl, LockedModel, Method, ModelRef, ServiceDecl
+
+DEFAULT_K = 3
+CPU_KV_GIB = 4  # vLLM's own default for VLLM_CPU_KVCACHE_SPACE
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a service with all that is known about it."""
+
+    ref: ModelRef
+    config: ModelConfig
+    weights: int
+    locked: LockedModel | None
+    tokenizer: str | None  # the catalog's family name
+    kind: str
+    reasoning_parser: str | None
+
+    @property
+    def revision(self) -> str | None:
+        """The commit to stage: declared, else the lock's, else unknown."""
+        return self.ref.revision or (self.locked.revision if self.locked else None)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The tokenizer's fingerprint, once locked."""
+        value = self.locked.tokenizer.get("fingerprint") if self.locked else None
+        return value if isinstance(value, str) else None
+
+    def widened(self, vocab: int) -> "Model":
+        """The same model with its embedding and head padded to `vocab` rows."""
+        config = self.config.model_copy(update={"vocab_size": vocab})
+        rows = vram.embedding_rows(config) - vram.embedding_rows(self.config)
+        return replace(self, config=config, weights=self.weights + rows * 2 * config.hidden_size)
+
+
+class Lock:
+    """inventory/models.lock.yml. Entries are checked when first asked for, once per lock."""
+
+    def __init__(self, lock: Any) -> None:
+        self._entries: Mapping[str, Any] = {}
+        self.findings: list[Finding] = []
+        self._read: dict[str, tuple[LockedModel | None, list[Finding]]] = {}
+        models = lock.get("models") if isinstance(lock, Mapping) else None
+        if isinstance(models, Mapping):
+            self._entries = models
+        elif lock is not None and not (isinstance(lock, Mapping) and models is None):
+            self.findings = [finding("LOCK_INVALID", f"the lock is {show(lock)}, not a mapping with models")]
+
+    def get(self, repo: str) -> tuple[LockedModel | None, list[Finding]]:
+        """The entry of `repo`, None when it is not locked; findings when it is malformed."""
+        if repo not in self._entries:
+            return None, []
+        if repo not in self._read:
+            model, found = parse(LockedModel, self._entries[repo], f"models[{repo}]")
+            if model is not None:
+                _, found = parse(ModelConfig, model.config, f"models[{repo}].config")
+                model = None if found else model
+            causes = [finding("LOCK_INVALID", entry.cause) for entry in found[:3]]
+            self._read[repo] = (model, causes)
+        return self._read[repo]
+
+
+@dataclass(frozen=True)
+class HostCard:
+    """One physical card of a host."""
+
+    index: int
+    key: str
+    gpu: Gpu
+    total_mib: int
+    display: bool
+    nvlink: bool
+    uuid: str | None = None
+
+    @cached_property
+    def ledger_card(self) -> vram.Card:
+        """As the ledger sees it."""
+        return vram.Card(
+            self.key,
+            self.gpu.title,
+            self.total_mib,
+            self.total_mib - self.gpu.reserved_mib,
+            vram.DISPLAY_MIB if self.display else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its declaration, its cards, its driver."""
+
+    name: str
+    decl: HostDecl
+    cards: tuple[HostCard, ...]
+    driver: str | None  # exact version, where known
+    driver_branch: int | None
+    facts: Facts
+    catalog: Catalog
+
+    @cached_property
+    def driver_key(self) -> versions.Key | None:
+        """The driver as a comparable version; a branch alone counts as its newest release."""
+        if self.driver is not None:
+            return versions.parse(self.driver)
+        return (self.driver_branch, 999, 999, 0, 0) if self.driver_branch is not None else None
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service with nothing left open."""
+
+    host: Host
+    decl: ServiceDecl
+    engine: Engine
+    version: str
+    image: str
+    target: Model
+    draft: Model | None
+    method: Method
+    k: int
+    vocab: str  # same | pad | heterogeneous | unlike | n/a
+    cards: tuple[HostCard, ...]
+    gpus: tuple[int | str, ...]
+    eager: bool = False
+    eager_forced: bool = False
+    ledger: vram.Ledger | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self.decl.name
+
+    @property
+    def speaking(self) -> Dialect:
+        """The version's dialect."""
+        return dialect(self.decl.engine, self.version)
+
+    @property
+    def speculates(self) -> bool:
+        """Declared and switched on."""
+        return self.host.decl.rig_speculation and self.method != "none" and self.k > 0
+
+    @property
+    def uses_draft(self) -> bool:
+        """Does a second model run?"""
+        return self.speculates and self.draft is not None and self.method != "ngram"
+
+    @property
+    def cuda(self) -> bool:
+        """Does it run on cards?"""
+        return self.decl.device == "cuda"
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size of the target."""
+        return self.decl.tensor_parallel
+
+    @property
+    def draft_tp(self) -> int:
+        """Tensor parallel size of the draft."""
+        if self.speaking.traits["draft_tp"] == "target":
+            return self.tp
+        return self.decl.draft_tensor_parallel or 1
+
+    @property
+    def padded(self) -> bool:
+        """Is the draft a padded copy?"""
+        return self.uses_draft and self.vocab == "pad"
+
+    @property
+    def bridged(self) -> bool:
+        """Do the cards reach each other by NVLink?"""
+        if self.host.facts.p2p is not None:
+            return self.host.facts.p2p == "nvlink"
+        return len(self.cards) > 1 and all(card.nvlink for card in self.cards)
+
+
+def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None, list[Finding]]:
+    """What lock and catalog know of a repository; the lock wins."""
+    locked, found = lock.get(ref.repo)
+    if found:
+        return None, found
+    known = catalog.models.get(ref.repo)
+    if locked is not None:
+        config = ModelConfig.model_validate(locked.config)
+    elif known is not None:
+        config = known.config
+    else:
+        cause = f"{ref.repo} is neither locked nor in the catalog: its size and vocabulary are unknown"
+        return None, [finding("MODEL_UNKNOWN", cause, f"./rig models lock {ref.repo}")]
+    real = sum(f.size for f in locked.files if f.path.endswith(".safetensors")) if locked else 0
+    model = Model(
+        ref=ref,
+        config=config,
+        weights=real or vram.weight_bytes(config),
+        locked=locked,
+        tokenizer=known.tokenizer if known else None,
+        kind=known.kind if known else "causal",
+        reasoning_parser=known.reasoning_parser if known else None,
+    )
+    return model, []
+
+
+def vocab_mode(decl: ServiceDecl, method: Method, target: Model, draft: Model | None, wide: bool) -> str:
+    """How draft and target vocabularies of different width meet. `wide`: the version maps vocabularies itself."""
+    if draft is None or method not in ("draft_model", "pard"):
+        return "n/a"
+    if draft.config.vocab_size == target.config.vocab_size:
+        return "same"
+    if decl.vocab != "auto":
+        return decl.vocab
+    if draft.config.vocab_size < target.config.vocab_size:
+        return "pad"  # works in every version, keeps the draft's CUDA graphs, and is verified like any other artefact
+    return "heterogeneous" if wide and method == "draft_model" else "unlike"
+
+
+def pick_version(decl: ServiceDecl, method: Method, host: Host, cards: tuple[HostCard, ...], engine: Engine) -> str:
+    """The newest version that has the method and whose image the host's driver and cards run; else the newest."""
+
+    def runs(version: str) -> bool:
+        if not method_works(decl.engine, method, version):
+            return False
+        if decl.device == "cpu":
+            return True
+        image = engine.image_of(version)
+        need = versions.key(host.catalog.drivers.cuda[image.cuda].min_driver)
+        fits_driver = host.driver_key is None or host.driver_key >= need
+        return fits_driver and all(versions.key(image.min_compute) <= versions.key(c.gpu.compute) <= versions.key(image.max_compute) for c in cards)
+
+    return next((v for v in reversed(engine.versions) if runs(v)), engine.versions[-1])
+
+
+def demand(service: Service, *, with_draft: bool, graphs: bool) -> vram.Demand:
+    """The ledger's question for a service."""
+    draft = service.draft if with_draft and service.method != "ngram" else None
+    if draft is not None and service.vocab == "pad" and draft.config.vocab_size < service.target.config.vocab_size:
+        draft = draft.widened(service.target.config.vocab_size)
+
+    def load(model: Model, tp: int) -> vram.Load:
+        exact = model.locked is not None and any(f.path.endswith(".safetensors") for f in model.locked.files)
+        return vram.Load(model.config, model.weights, exact, tp)
+
+    return vram.Demand(
+        cards=tuple(card.ledger_card for card in service.cards),
+        target=load(service.target, service.tp),
+        draft=load(draft, min(service.draft_tp, service.tp)) if draft else None,
+        k=service.k if with_draft else 0,
+        max_model_len=service.decl.max_model_len,
+        max_num_seqs=service.decl.max_num_seqs,
+        utilization=service.decl.gpu_memory_utilization,
+        graphs=graphs,
+        traits=service.speaking.traits,
+    )
+
+
+def with_memory(service: Service) -> Service:
+    """The service with its ledger, and with CUDA graphs unless they are what does not fit.
+
+    Eager or not is decided with the declared draft counted in, so that switching speculation off changes no other flag.
+    """
+    if not service.cuda:
+        return replace(service, eager=service.decl.eager is not False)
+    if not service.cards:
+        return replace(service, eager=bool(service.decl.eager))
+    eager, forced = bool(service.decl.eager), False
+    declared = service.method != "none" and service.k > 0
+    if service.decl.eager is None and not vram.ledger(demand(service, with_draft=declared, graphs=True)).fits:
+        forced = eager = vram.ledger(demand(service, with_draft=declared, graphs=False)).fits
+    account = vram.ledger(demand(service, with_draft=service.speculates, graphs=not eager))
+    return replace(service, eager=eager, eager_forced=forced, ledger=account)
+
+
+def _cards_of(decl: ServiceDecl, host: Host) -> tuple[tuple[HostCard, ...], tuple[int | str, ...]]:
+    if decl.device == "cpu":
+        return (), ()
+    wanted = tuple(decl.gpus) if decl.gpus is not None else tuple(range(decl.tensor_parallel))
+    by_uuid: dict[int | str, HostCard] = {card.uuid: card for card in host.cards if card.uuid}
+    by_index: dict[int | str, HostCard] = {card.index: card for card in host.cards}
+    found = [by_index.get(gpu) if isinstance(gpu, int) else by_uuid.get(gpu) for gpu in wanted]
+    if host.cards and any(isinstance(gpu, str) for gpu in wanted) and not by_uuid:
+        found = [host.cards[i] if i < len(host.cards) else None for i in range(len(wanted))]  # no facts: assume in order
+    return tuple(card for card in found if card is not None), wanted
+
+
+def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, list[Finding]]:
+    """A service with everything filled in, or what is missing to do so."""
+    catalog, engine = host.catalog, host.catalog.engines[decl.engine]
+    target, found = model_of(decl.target, lock, catalog)
+    draft: Model | None = None
+    if decl.draft is not None:
+        draft, more = model_of(decl.draft, lock, catalog)
+        found = found + more
+    found = list(_version_findings(decl, engine)) + found
+    if found or target is None:
+        return None, [replace(f, cause=f"{decl.name}: {f.cause}") for f in found]
+    default: Method = "draft_model" if decl.draft else "none"
+    method: Method = decl.method or default
+    cards, gpus = _cards_of(decl, host)
+    version = decl.version if decl.version != "auto" else pick_version(decl, method, host, cards, engine)
+    wide = bool(dialect(decl.engine, version).traits["heterogeneous_vocab"])
+    service = Service(
+        host=host,
+        decl=decl,
+        engine=engine,
+        version=version,
+        image=decl.image or engine.image.format(version=version),
+        target=target,
+        draft=draft,
+        method=method,
+        k=decl.k if decl.k is not None else DEFAULT_K if method != "none" else 0,
+        vocab=vocab_mode(decl, method, target, draft, wide),
+        cards=cards,
+        gpus=gpus,
+    )
+    return with_memory(service), []
+
+
+def _version_findings(decl: ServiceDecl, engine: Engine) -> Iterator[Finding]:
+    if decl.version == "auto" or decl.version in engine.versions:
+        return
+    at, oldest, newest = versions.parse(decl.version), engine.versions[0], engine.versions[-1]
+    if at is None:
+        yield finding("VERSION_INVALID", f"version is {show(decl.version)}, not a release number", f"version: {newest}")
+    elif at < versions.key(oldest):
+        cause = f"version {decl.version} is older than {oldest}, the oldest this plan speaks"
+        yield finding("VERSION_TOO_OLD", cause, f"version: {newest}")
+    else:
+        near = min(engine.versions, key=lambda v: [abs(a - b) for a, b in zip(versions.key(v), at, strict=True)])
+        fix = f"version: {near}, or add it to catalog/engines.yml"
+        yield finding("VERSION_UNKNOWN", f"version {decl.version} is not in the catalog (newest: {newest})", fix)

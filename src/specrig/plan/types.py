@@ -1,0 +1,209 @@
+"""What a person declares, what a host reports, and what the plan says. Types only; decisions live elsewhere.
+
+Ranges stand here so that the published JSON schema has them; `CONSTRAINT_CODES` names the refusal for each.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_K_UNMEASURED = 6
+MAX_K = 12
+Method = Literal["draft_model", "ngram", "eagle3", "pard", "none"]
+
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Repo = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
+
+
+class Declared(BaseModel):
+    """Closed and strict: an unknown key and a "5" where a 5 belongs are both refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class GpuClaim(Declared):
+    """Cards the host is said to have."""
+
+    name: Text = Field(description="catalog name, for example rtx_4090")
+    count: int = Field(1, ge=1, le=16)
+    display: bool = Field(False, description="a desktop runs on this card (costs VRAM)")
+    nvlink: bool = Field(False, description="the cards are bridged")
+
+
+class DriverClaim(Declared):
+    """The driver the host has or shall keep. Absent: the plan names the branch to install."""
+
+    branch: int | None = Field(None, ge=390, le=999)
+    version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$", description='for example "580.159.03"')
+
+
+class ModelRef(Declared):
+    """A hub repository. Without a revision the lock's is used."""
+
+    repo: Repo
+    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="a full commit id, never a branch or tag")
+
+
+class ServiceDecl(Declared):
+    """One engine under one systemd unit."""
+
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    engine: Literal["vllm"] = "vllm"
+    version: Text = Field("auto", description="an exact version, or auto: the newest that the driver runs")
+    image: Text | None = Field(None, description="overrides the official image; tag or tag@sha256, never latest")
+    device: Literal["cuda", "cpu"] = "cuda"
+    target: ModelRef
+    draft: ModelRef | None = None
+    method: Method | None = Field(None, description="default: draft_model with a draft, else none")
+    k: int | None = Field(None, ge=0, le=MAX_K, description="num_speculative_tokens; default 3 when speculating")
+    k_measured_reason: Text | None = Field(None, description="why K above 6 pays here, with its measurement")
+    max_model_len: int = Field(8192, ge=256, le=10_000_000, description="tokens, prompt and answer together")
+    max_num_seqs: int = Field(8, ge=1, le=4096, description="requests decoded at once")
+    gpu_memory_utilization: float = Field(0.90, gt=0.0, le=1.0)
+    tensor_parallel: int = Field(1, ge=1, le=16)
+    draft_tensor_parallel: int | None = Field(None, ge=1, le=16, description="default: what the version wants")
+    gpus: list[int | str] | None = Field(None, max_length=16, description="indices or UUIDs; default: the first ones")
+    bind: Text = Field("127.0.0.1", description="host address that the port is published on")
+    port: int = Field(8000, ge=1024, le=65535)
+    served_name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$", description="default: name")
+    vocab: Literal["auto", "pad", "heterogeneous"] = "auto"
+    eager: bool | None = Field(None, description="default: CUDA graphs wherever they fit")
+    extra_args: list[Annotated[str, Field(max_length=4096)]] = Field([], max_length=64)
+    env: dict[str, Annotated[str, Field(max_length=4096)]] = Field({}, max_length=64)
+    notes: list[str] = Field([], description="travel into the plan: why a value is what it is")
+
+
+class HostDecl(Declared):
+    """The rig_* variables of one host. Other variables are Ansible's and are not read."""
+
+    rig_profile: str | None = None
+    rig_gpus: list[GpuClaim] | None = Field(None, max_length=16)
+    rig_driver: DriverClaim | None = None
+    rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
+    rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
+    rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
+    rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
+    rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
+
+
+class GpuFact(BaseModel):
+    """One card as the host reports it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    uuid: str | None = None
+    memory_total_mib: int | None = Field(None, gt=0)
+    memory_used_mib: int | None = Field(None, ge=0)
+
+
+class Facts(BaseModel):
+    """What a host reports of itself (`preflight`); each part is optional and beats the claim."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    gpus: list[GpuFact] | None = None
+    driver_version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$")
+    p2p: Literal["nvlink", "pcie", "none"] | None = Field(None, description="how the cards reach each other, tested")
+
+
+class LockedFile(BaseModel):
+    """One file of a locked model."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    path: str
+    size: int = Field(ge=0)
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    sha1: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="git blob id")
+
+
+class LockedModel(BaseModel):
+    """One model of inventory/models.lock.yml. `config` is config.json's own content."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    revision: str = Field(pattern=r"^[0-9a-f]{40}$")
+    files: list[LockedFile] = []
+    config: dict[str, Any]
+    tokenizer: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A refusal or a warning: the code's level (refusals.CODES) says which."""
+
+    code: str
+    cause: str
+    fix: str
+
+    def as_json(self) -> dict[str, str]:
+        """{code, cause, fix}."""
+        return {"code": self.code, "cause": self.cause, "fix": self.fix}
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """One service, fully resolved: what the unit runs. Paths inside the container; sizes in MiB, times in seconds."""
+
+    name: str
+    engine: str
+    version: str
+    image: str
+    device: str
+    entrypoint: list[str]
+    argv: list[str]
+    env: dict[str, str]
+    ports: list[dict[str, Any]]
+    unit: str
+    models: list[dict[str, str]]
+    shm_size_mb: int
+    gpus: list[int | str]
+    served_name: str
+    health_path: str
+    k: int
+    method: str
+    start_timeout_s: int
+    stop_timeout_s: int
+    vram: dict[str, Any]
+    pair: dict[str, Any]
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object with these fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Everything that will be true of one host, or why it can not be."""
+
+    host: Mapping[str, Any]
+    services: tuple[ServicePlan, ...] = ()
+    models: tuple[Mapping[str, Any], ...] = ()
+    driver: Mapping[str, Any] | None = None
+    refusals: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing was refused."""
+        return not self.refusals
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as a JSON object; `plan_hash` is the sha256 of its canonical form without itself."""
+        plan: dict[str, Any] = {
+            "ok": self.ok,
+            "refusals": [finding.as_json() for finding in self.refusals],
+            "warnings": [finding.as_json() for finding in self.warnings],
+            "services": [service.as_json() for service in self.services],
+            "driver": dict(self.driver or {}),
+            "models": [dict(model) for model in self.models],
+            "host": dict(self.host),
+        }
+        canonical = json.dumps(plan, sort_keys=True, separators=(",", ":"))
+        return plan | {"plan_hash": hashlib.sha256(canonical.encode()).hexdigest()}
