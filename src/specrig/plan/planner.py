@@ -12,6 +12,7 @@ from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
 from specrig.plan.vram import MIB, kv_bytes_per_token
 
+HUB_ENDPOINT = "https://huggingface.co"
 TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
 DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
 NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
@@ -64,7 +65,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     found = list(dict.fromkeys(found))
     return HostPlan(
         host=_host_json(host),
-        services=tuple(_render(service) for service in services),
+        services=tuple(_render(host, service) for service in services),
         models=tuple(_models(host, services)),
         driver=_driver(host, services),
         refusals=tuple(f for f in found if CODES[f.code].level == "refusal"),
@@ -131,7 +132,8 @@ def _host_json(host: Host) -> dict[str, Any]:
         "name": host.name,
         "profile": host.decl.rig_profile,
         "models_root": host.decl.rig_models_root,
-        "hub_endpoint": host.decl.rig_hub_endpoint,
+        "hub_endpoint": host.decl.rig_hub_endpoint or HUB_ENDPOINT,
+        "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "speculation": host.decl.rig_speculation,
         "gpus": [
             {"index": card.index, "name": card.key, "title": card.gpu.title, "uuid": card.uuid, "vram_mib": card.total_mib}
@@ -179,13 +181,18 @@ def _values(service: Service) -> dict[str, Any]:
     }
 
 
-def _render(service: Service) -> ServicePlan:
+def _mount(artefact: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    return {"artefact": artefact["id"], "path": artefact["path"], "path_in_container": inside}
+
+
+def _render(host: Host, service: Service) -> ServicePlan:
     decl, values = service.decl, _values(service)
     graphs = service.cuda and not service.eager
-    models = [{"path_in_container": TARGET_PATH, "artefact": artefact_id(service.target)}]
+    root = host.decl.rig_models_root
+    models = [_mount(_artefact(root, service.target), TARGET_PATH)]
     if service.uses_draft and service.draft is not None:
         pad = service.target.config.vocab_size if service.padded else None
-        models.append({"path_in_container": DRAFT_PATH, "artefact": artefact_id(service.draft, pad)})
+        models.append(_mount(_artefact(root, service.draft, pad), DRAFT_PATH))
     return ServicePlan(
         name=decl.name,
         engine=decl.engine,
