@@ -1,4 +1,42 @@
-"""Command line: one verb per module in `specrig.verbs`."""
-def main() -> int:
-    """Placeholder until the verbs are in."""
-    return 0
+"""Command line. Each verb is one module in `specrig.verbs` with `register(subparsers)`; exit codes: 0 fine, 1 something falls short, 2 could not run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from specrig import __version__
+from specrig.console import CannotRun, complain
+from specrig.verbs import bench, demo, explain, init, lab, models, plan, status, test, up, verify
+
+VERBS = (init, plan, explain, models, up, verify, status, demo, lab, bench, test)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="rig", description="From a bare Linux machine to a measured speculative-decoding endpoint."
+    )
+    top.add_argument("--version", action="version", version=f"specrig {__version__}")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.register(verbs)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; errors end in one line of cause and one of what to do, never a traceback."""
+    options = parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except CannotRun as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        complain("\ninterrupted; run the same command again to go on")
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    return code

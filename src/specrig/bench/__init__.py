@@ -1,0 +1,1 @@
+"""Measuring an endpoint: what the server counted, never what the client guessed."""

@@ -1,0 +1,123 @@
+"""One streamed completion and the server's own speculation counters.
+
+Words as in docs/bench.md: decode t/s = (completion_tokens - 1) / (t_last - t_first), tokens from the server's usage; α = accepted / drafted tokens;
+mean acceptance length = 1 + accepted / drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from specrig.console import CannotRun
+
+TIMEOUT_S = 600
+DRAFTS, DRAFTED, ACCEPTED = (
+    f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible server: base URL without /v1, served model name, API key or None."""
+
+    url: str
+    model: str
+    key: str | None = None
+
+    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request; a refusal carries the server's own words."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode() if body else None, headers)  # noqa: S310 - the caller's own server
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
+        except urllib.error.HTTPError as error:
+            raise CannotRun(
+                f"{self.url}{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}",
+                "./rig status",
+                "ENDPOINT",
+            ) from error
+        except OSError as error:
+            raise CannotRun(f"{self.url}{path} cannot be reached: {error}", "./rig status", "ENDPOINT") from error
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished completion. Times in seconds."""
+
+    text: str
+    tokens: int  # completion tokens, as the server counted them
+    ttft: float  # request sent to first text, reasoning text included
+    decode_tps: float  # tokens per second after the first one
+
+
+def complete(
+    server: Endpoint, prompt: str, max_tokens: int, show: Callable[[str], None] = lambda _: None
+) -> Completion:
+    """Stream one greedy chat completion of exactly `max_tokens`; `show` gets each piece of text as it comes."""
+    body = {
+        "model": server.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    sent, first, last, tokens, text = time.monotonic(), 0.0, 0.0, 0, ""
+    with server.open("/v1/chat/completions", body) as stream:
+        for line in stream:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in chunk.get("choices", []):
+                delta = choice["delta"]
+                piece = (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
+                if piece:
+                    last = time.monotonic()
+                    first = first or last
+                    text += piece
+                    show(piece)
+    return Completion(text, tokens, first - sent, (tokens - 1) / (last - first) if last > first else 0.0)
+
+
+def counters(server: Endpoint) -> dict[str, float]:
+    """Every sample of /metrics summed over its labels."""
+    totals: dict[str, float] = {}
+    with server.open("/metrics") as page:
+        for line in page.read().decode().splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What speculation did between two readings of the counters."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+
+    @property
+    def alpha(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens per verification step: 1 + accepted / drafts."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+def acceptance(before: dict[str, float], after: dict[str, float]) -> Acceptance:
+    """Difference of two readings. A counter that went back means that the engine restarted in between: CannotRun."""
+    moved = [after.get(name, 0.0) - before.get(name, 0.0) for name in (DRAFTS, DRAFTED, ACCEPTED)]
+    if min(moved) < 0:
+        raise CannotRun(
+            "the engine restarted during the measurement: its counters went back", "measure again", "COUNTER_RESET"
+        )
+    return Acceptance(*(int(value) for value in moved))

@@ -1,0 +1,37 @@
+"""What a person at the terminal reads: one line per event, refusals with cause and next command."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass
+class CannotRun(Exception):
+    """A command could not do its work at all (exit code 2): what happened, and what to do next."""
+
+    cause: str
+    fix: str
+    code: str = "CANNOT_RUN"
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.cause}\n  next: {self.fix}"
+
+
+def say(text: str) -> None:
+    """Print one line now, also when the output is piped."""
+    print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    """Print one line to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def confirm(question: str, *, yes: bool) -> bool:
+    """Ask before a change to the person's machine; `yes` answers for them, no terminal means no."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        return False
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}

@@ -1,0 +1,108 @@
+"""Runs Ansible as a person would, from the repository's root, with the settings of `ansible.cfg`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specrig.console import CannotRun
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_INVENTORY = ROOT / "inventory" / "hosts.yml"
+LOCK_NAME = "models.lock.yml"
+
+
+def tool(name: str) -> str:
+    """Path of a command of this virtual environment, such as `ansible-playbook`."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The caller's environment with the virtual environment first and `ansible.cfg` named."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return (
+        os.environ
+        | {"PATH": path, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "PYTHONUNBUFFERED": "1"}
+        | dict(extra or {})
+    )
+
+
+def inventory_path(given: str | None) -> Path:
+    """The inventory to use; says how to make one when there is none."""
+    path = Path(given).resolve() if given else DEFAULT_INVENTORY
+    if not path.exists():
+        raise CannotRun(
+            f"there is no inventory at {path}",
+            "./rig init --host user@rig, or try -i inventory/example.yml",
+            "NO_INVENTORY",
+        )
+    return path
+
+
+def lock_path(inventory: Path) -> Path:
+    """The model lock lies beside its inventory."""
+    return (inventory if inventory.is_dir() else inventory.parent) / LOCK_NAME
+
+
+def playbook(name: str, inventory: Path, arguments: Sequence[str] = (), extra: Mapping[str, str] | None = None) -> int:
+    """Run `playbooks/<name>.yml`; its output is the person's output. Returns Ansible's exit code."""
+    command = [tool("ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks" / f"{name}.yml"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(extra), check=False).returncode
+
+
+def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a read-only playbook and return what `ansible.posix.json` recorded of it."""
+    command = [tool("ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks" / f"{name}.yml"), *arguments]
+    settings = environment({"ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json", "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"})
+    done = subprocess.run(command, cwd=ROOT, env=settings, check=False, capture_output=True, text=True)
+    start = done.stdout.find("{")
+    if start < 0:
+        raise CannotRun(
+            f"ansible-playbook {name}.yml gave no result: {(done.stderr or done.stdout).strip()[-600:]}",
+            "the line above names the cause",
+        )
+    result: dict[str, Any] = json.loads(done.stdout[start:])
+    return result
+
+
+def load_hosts(inventory: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Host variables of the `rigs` group, as Ansible merges them; `names` narrows it, an unknown name is an error."""
+    command = [tool("ansible-inventory"), "-i", str(inventory), "--list"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CannotRun(
+            f"{inventory} is no Ansible inventory: {done.stderr.strip()[-600:]}",
+            "correct the file named above",
+            "BAD_INVENTORY",
+        )
+    data = json.loads(done.stdout)
+    variables = data.get("_meta", {}).get("hostvars", {})
+    members = group_members(data, "rigs")
+    if not members:
+        raise CannotRun(
+            f"{inventory} has no host in the group `rigs`",
+            "put your hosts under `rigs:` (see inventory/example.yml)",
+            "NO_HOSTS",
+        )
+    unknown = [name for name in names if name not in members]
+    if unknown:
+        raise CannotRun(
+            f"{', '.join(unknown)} is not in {inventory} (it has {', '.join(members)})",
+            "name one of these",
+            "UNKNOWN_HOST",
+        )
+    return {name: variables.get(name, {}) for name in (names or members)}
+
+
+def group_members(data: Mapping[str, Any], group: str) -> list[str]:
+    """Hosts of `group` and of its child groups, in inventory order."""
+    entry = data.get(group, {})
+    members = list(entry.get("hosts", []))
+    for child in entry.get("children", []):
+        members += [host for host in group_members(data, child) if host not in members]
+    return members

@@ -1,0 +1,1 @@
+"""Model locks: from a repository's name to the exact bytes that a rig will hold."""

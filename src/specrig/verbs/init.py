@@ -1,0 +1,102 @@
+"""`./rig init`: an inventory from a few questions, or from what a machine says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+import yaml
+
+from specrig import runner
+from specrig.console import CannotRun, confirm, say
+from specrig.files import write_atomically
+from specrig.plan import catalog
+
+HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<address>[A-Za-z0-9:._-]+)")
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    verb = verbs.add_parser(
+        "init", help="write an inventory: --host user@rig looks at its cards and proposes a profile"
+    )
+    verb.add_argument("--host", metavar="USER@RIG", help="machine to provision, as ssh names it")
+    verb.add_argument("--name", help="its name in the inventory (default: from --host)")
+    verb.add_argument("--profile", help="profile to use (default: the first that fits the cards)")
+    verb.add_argument("-i", "--inventory", help="file to write or extend (default: inventory/hosts.yml)")
+    verb.add_argument("--yes", action="store_true", help="do not ask")
+    verb.set_defaults(run=run)
+
+
+def cards_of(lspci: str) -> Counter[str]:
+    """Catalog names of the NVIDIA cards in `lspci -d 10de:` output; unknown cards count under their own description."""
+    cards: Counter[str] = Counter()
+    for line in lspci.splitlines():
+        if re.search(r"VGA|3D controller", line):
+            cards[catalog.gpu_from_lspci(line) or line.partition(": ")[2]] += 1
+    return cards
+
+
+def look_at(host: str) -> Counter[str]:
+    """Ask the machine for its cards over ssh."""
+    done = subprocess.run(
+        ["ssh", "-o", "BatchMode=yes", host, "lspci -d 10de:"], check=False, capture_output=True, text=True, timeout=60
+    )
+    if done.returncode:
+        raise CannotRun(
+            f"ssh {host} lspci failed: {done.stderr.strip() or done.returncode}",
+            f"ssh-copy-id {host}, or give --profile",
+            "SSH",
+        )
+    return cards_of(done.stdout)
+
+
+def ask(question: str) -> str:
+    """One line from the person; no terminal is a clear error instead of a hang."""
+    if not sys.stdin.isatty():
+        raise CannotRun(f"{question} cannot be asked: this is no terminal", "give --host and --profile", "NO_TERMINAL")
+    return input(f"{question}: ").strip()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the inventory; what is in the file already stays."""
+    path = runner.Path(options.inventory) if options.inventory else runner.DEFAULT_INVENTORY
+    host = options.host or ask("Machine, as ssh names it (user@rig)")
+    matched = HOST.fullmatch(host)
+    if matched is None:
+        raise CannotRun(f"{host!r} is not user@machine", "./rig init --host user@rig", "BAD_HOST")
+    profile = options.profile
+    if profile is None:
+        cards = look_at(host)
+        say(f"cards: {', '.join(f'{count} × {name}' for name, count in cards.items()) or 'none'}")
+        fitting = catalog.profiles_for(dict(cards))
+        if not fitting:
+            raise CannotRun(
+                f"no profile fits {dict(cards) or 'a machine without NVIDIA cards'}",
+                "./rig plan -i inventory/example.yml shows them; give --profile",
+                "NO_PROFILE",
+            )
+        profile = fitting[0]
+    if profile not in catalog.profiles():
+        raise CannotRun(
+            f"no profile is called {profile!r} (known: {', '.join(sorted(catalog.profiles()))})",
+            "give one of these",
+            "PROFILE_UNKNOWN",
+        )
+    data = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
+    hosts = data.setdefault("rigs", {}).setdefault("hosts", {})
+    name = options.name or re.sub(r"[^a-z0-9-]", "-", matched["address"].lower())
+    if name in hosts and not confirm(f"{name} is in {path} already. Replace it?", yes=options.yes):
+        raise CannotRun(f"{name} is in {path} already", "give another --name, or --yes to replace it", "HOST_EXISTS")
+    if path.exists():
+        shutil.copy2(path, path.with_suffix(path.suffix + ".bak"))
+    hosts[name] = {"ansible_host": matched["address"], "rig_profile": profile} | (
+        {"ansible_user": matched["user"]} if matched["user"] else {}
+    )
+    write_atomically(path, yaml.safe_dump(data, sort_keys=False))
+    say(f"wrote {name} ({profile}) to {path}\nnext: ./rig models lock && ./rig plan && ./rig up")
+    return 0

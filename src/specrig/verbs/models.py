@@ -1,0 +1,61 @@
+"""`./rig models lock`: write down the exact bytes of every model that the inventory's plans need."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import yaml
+
+from specrig import runner
+from specrig.console import say
+from specrig.files import write_atomically
+from specrig.staging import lock
+from specrig.verbs.plan import add_host_arguments, make_plans
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    models = verbs.add_parser("models", help="lock the models that the plans need").add_subparsers(
+        metavar="WHAT", required=True
+    )
+    verb = models.add_parser(
+        "lock", help="resolve each model to a commit and a manifest, in models.lock.yml beside the inventory"
+    )
+    add_host_arguments(verb)
+    verb.add_argument("--endpoint", help="hub to ask (default: HF_ENDPOINT, or Hugging Face's own)")
+    verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Add what is missing to the lock; a locked model stays as it is unless --update."""
+    inventory = runner.inventory_path(options.inventory)
+    path = runner.lock_path(inventory)
+    locked = (yaml.safe_load(path.read_text()) or {}).get("models", {}) if path.exists() else {}
+    wanted = {
+        a["repo"]: a
+        for plan in make_plans(inventory, options.hosts).values()
+        for a in plan.as_json()["models"]
+        if not a["derive"]
+    }
+    for repo in sorted(wanted):
+        if repo in locked and not options.update:
+            say(f"{repo}: locked at {locked[repo]['revision']}")
+            continue
+        entry = lock.lock_model(repo, None, lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN"))
+        total = sum(file["size"] for file in entry["files"])
+        before = locked.get(repo, {}).get("revision")
+        change = "" if before in {None, entry["revision"]} else f" (upstream changed: was {before})"
+        say(f"{repo}: {entry['revision']}, {len(entry['files'])} files, {total / 1e9:.2f} GB{change}")
+        locked[repo] = entry
+    save(path, locked)
+    say(f"wrote {path}")
+    return 0
+
+
+def save(path: Path, models: dict[str, object]) -> None:
+    """Write the lock."""
+    text = yaml.safe_dump({"models": models}, sort_keys=True, allow_unicode=True, width=160)
+    write_atomically(path, f"# Written by ./rig models lock. Commit it: it is what every rig will hold.\n{text}")
