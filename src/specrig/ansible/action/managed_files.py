@@ -1,0 +1,119 @@
+"""Puts a whole set of files on a host in one task and one round trip. Rendered here, compared and replaced there.
+
+    - name: Service | files
+      managed_files:
+        directories: [{path: /etc/specrig, mode: "0755"}]
+        files:
+          - {src: systemd/specrig-service.service.j2, dest: /etc/systemd/system/specrig-chat.service,
+             vars: {service: "{{ item }}"}, validate: [systemd-analyze, verify, "%s"]}
+          - {content: "{{ key }}\\n", dest: /etc/specrig/chat.key, mode: "0600", secret: true, if_missing: true}
+          - {host_program: true, dest: /usr/local/lib/specrig/specrig-host, mode: "0755"}
+        absent: [/etc/specrig/old.env]
+
+`src` is looked up under the repository's templates/ (else as Ansible's template does) and rendered with the same semantics:
+trim_blocks on, lstrip_blocks off, one trailing newline kept. Also per file: mode (0644), owner and group (root), backup,
+merge (a JSON object whose keys are set in the file that is there).
+Returns changed, changed_files (destinations, removed paths and directories), backups ({dest: copy}), and a diff of what is not
+secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+from ansible.template import trust_as_template
+
+from specrig.host.build import build
+
+TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
+MANAGED = "Managed by specrig. Changes made here are replaced by its next run."
+_KEYS = {
+    *(
+        "src",
+        "content",
+        "host_program",
+        "dest",
+        "mode",
+        "owner",
+        "group",
+        "validate",
+        "backup",
+        "vars",
+        "secret",
+        "if_missing",
+        "merge",
+    ),
+}
+
+
+class ActionModule(ActionBase):  # type: ignore[misc]
+    """The plugin."""
+
+    _supports_check_mode = True
+    _supports_diff = True
+    _supports_async = False
+    _requires_connection = True
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Render everything, send it once."""
+        super().run(tmp, task_vars)
+        task_vars = task_vars or {}
+        _, args = self.validate_argument_spec(
+            argument_spec={
+                "files": {"type": "list", "elements": "dict", "default": []},
+                "absent": {"type": "list", "elements": "str", "default": []},
+                "directories": {"type": "list", "elements": "dict", "default": []},
+            }
+        )
+        payload = {
+            "files": [self._file(item, task_vars) for item in args["files"]],
+            "absent": args["absent"],
+            "directories": args["directories"],
+        }
+        # One opaque argument, marked no_log in the module: no content reaches the host's log, whatever it is.
+        result: dict[str, Any] = self._execute_module(
+            module_name="managed_files", module_args={"payload": json.dumps(payload)}, task_vars=task_vars
+        )
+        result.pop("invocation", None)
+        return result
+
+    def _file(self, item: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        dest = item.get("dest")
+        if unknown := sorted(set(item) - _KEYS):
+            raise AnsibleActionFail(f"managed_files: {dest}: unknown key {unknown[0]}")
+        sources = [key for key in ("src", "content", "host_program") if item.get(key) not in (None, False)]
+        if not dest or len(sources) != 1:
+            raise AnsibleActionFail(
+                f"managed_files: {dest}: give dest and one of src, content or host_program, not {sources}"
+            )
+        file = {
+            key: item[key]
+            for key in ("mode", "owner", "group", "validate", "backup", "secret", "if_missing", "merge")
+            if key in item
+        }
+        file["dest"] = str(dest)
+        if item.get("host_program"):
+            return {**file, "base64": base64.b64encode(build()).decode()}
+        content = self._render(str(item["src"]), item, task_vars) if item.get("src") else item["content"]
+        return {
+            **file,
+            "content": content if isinstance(content, str) else json.dumps(content, indent=2, sort_keys=True) + "\n",
+        }
+
+    def _render(self, src: str, item: dict[str, Any], task_vars: dict[str, Any]) -> str:
+        ours = TEMPLATES / src
+        source = str(ours) if ours.is_file() else self._find_needle("templates", src)
+        search = [str(TEMPLATES), str(Path(source).parent), *task_vars.get("ansible_search_path", [])]
+        scope = {"ansible_managed": MANAGED, **task_vars, "template_path": src, **(item.get("vars") or {})}
+        templar = self._templar.copy_with_new_env(searchpath=search, available_variables=scope)
+        text = templar.template(
+            trust_as_template(self._loader.get_text_file_contents(source)),
+            escape_backslashes=False,
+            overrides={"trim_blocks": True, "lstrip_blocks": False, "newline_sequence": "\n"},
+        )
+        return "" if text is None else str(text)

@@ -1,0 +1,136 @@
+"""Fetches files with aria2c: range resume, several at once, a watchdog for stalls. Verification is not its business."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrig.host.errors import COULD_NOT_RUN, HostError
+
+_ROW = re.compile(r"\[#[0-9a-f]+ (\d+)B/(\d+)B")
+_FAULT = re.compile(r"errorCode=(\d+)(?: URI=(\S+))?(?: (.*))?")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One file to fetch: where from, where to, how large, and headers that must stay out of argv (a token)."""
+
+    url: str
+    path: Path
+    size: int
+    headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of aria2c ended: its exit status (0 all files complete) and its errors in its own words, by their number."""
+
+    status: int
+    faults: dict[int, str]
+
+
+def options(parent: int) -> list[str]:
+    """aria2c's arguments. Nothing secret may be among them: every user of the machine can read them."""
+    return [
+        "--no-conf=true",
+        "--no-netrc=true",
+        "--input-file=-",
+        "--continue=true",
+        "--allow-overwrite=true",
+        "--auto-file-renaming=false",
+        # A server without ranges still works; it only loses the resume.
+        "--always-resume=false",
+        # Preallocation would make a partial file look complete, and takes minutes on some filesystems.
+        "--file-allocation=none",
+        "--max-concurrent-downloads=4",
+        "--split=4",
+        "--max-connection-per-server=4",
+        "--min-split-size=32M",
+        # How much a killed run fetches again: what arrived since the control file was last saved.
+        "--auto-save-interval=1",
+        "--connect-timeout=15",
+        "--timeout=30",
+        "--max-tries=4",
+        "--retry-wait=2",
+        # Stall watchdog: below this the transfer is given up, and the caller starts it again where it was.
+        "--lowest-speed-limit=10K",
+        f"--stop-with-process={parent}",
+        "--human-readable=false",
+        "--summary-interval=1",
+        "--show-console-readout=false",
+        "--enable-color=false",
+        "--console-log-level=notice",
+    ]
+
+
+def input_lines(requests: Iterable[Request]) -> str:
+    """aria2c's input file: one URL each, with its directory, name and headers."""
+    lines = []
+    for request in requests:
+        lines.append(request.url)
+        lines.append(f"  dir={request.path.parent}")
+        lines.append(f"  out={request.path.name}")
+        lines.extend(f"  header={header}" for header in request.headers)
+    return "\n".join(lines) + "\n"
+
+
+def control_file(path: Path) -> Path:
+    """Where aria2c notes which pieces of `path` it has; there until the file is complete."""
+    return path.with_name(path.name + ".aria2")
+
+
+def on_disk(request: Request) -> int:
+    """Bytes of a file that are certainly there: all when complete, else what is allocated (partials are sparse)."""
+    try:
+        info = request.path.stat()
+    except OSError:
+        return 0
+    return min(info.st_blocks * 512 if control_file(request.path).exists() else info.st_size, request.size)
+
+
+def fetch(requests: list[Request], tick: Callable[[int], None], keep_fds: tuple[int, ...] = ()) -> Outcome:
+    """Run aria2c once over `requests`. `tick` gets the bytes present so far, about once a second.
+
+    The input goes through a pipe: no token reaches argv, the environment or the disk. `keep_fds` stay open in aria2c, so
+    a lock on one of them holds until the last writer is gone, even when this process was killed.
+    """
+    command = ["aria2c", *options(os.getpid())]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=keep_fds,
+            text=True,
+        )
+    except FileNotFoundError as error:
+        raise HostError(
+            "STAGE_NO_ARIA2", "aria2c is not installed on this host", "apt-get install aria2", COULD_NOT_RUN
+        ) from error
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101  both are pipes
+    process.stdin.write(input_lines(requests))
+    process.stdin.close()
+    done = {request.path: on_disk(request) for request in requests}
+    sizes = {str(request.path): request.size for request in requests}
+    faults: dict[int, str] = {}
+    current = 0
+    for text in process.stdout:
+        if match := _ROW.match(text):
+            current = int(match[1])
+        elif text.startswith("FILE: ") and (name := text[6:].strip()) in sizes:
+            done[Path(name)] = min(current, sizes[name])
+        elif "Download complete: " in text and (name := text.split("Download complete: ")[1].strip()) in sizes:
+            done[Path(name)] = sizes[name]
+        elif match := _FAULT.search(text):
+            words = " ".join(part for part in (match[2], match[3]) if part and part.strip())
+            faults[int(match[1])] = words.split("?")[0] or faults.get(int(match[1]), "")  # a query may hold a signature
+            continue
+        else:
+            continue
+        tick(sum(done.values()))
+    return Outcome(process.wait(), faults)

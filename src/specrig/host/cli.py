@@ -1,0 +1,171 @@
+"""Command line of the host program.
+
+Every verb prints one JSON object as its last line; exit 0 ok, 1 fell short, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import specrig
+from specrig.host import job, manifest, pad, pull, ready, stage, start, status
+from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.progress import Progress
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise HostError("HOST_USAGE", message, f"{self.prog} --help", COULD_NOT_RUN)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their arguments."""
+    root = _Parser(prog="specrig-host", description=__doc__)
+    root.add_argument("--version", action="version", version=specrig.__version__)
+    verbs = root.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("stage", help="bring models to this host: fetch, verify, publish")
+    one.add_argument("job", help="stage job as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say what is missing")
+    one = verbs.add_parser("pad", help="widen a draft model's vocabulary")
+    one.add_argument("source", type=Path)
+    one.add_argument("dest", type=Path)
+    one.add_argument("--vocab-size", type=int, required=True)
+    one = verbs.add_parser("ready", help="wait until an engine has completed one token")
+    one.add_argument("--url", required=True)
+    one.add_argument("--model", required=True, help="the served name")
+    one.add_argument("--key-file", type=Path)
+    one.add_argument("--timeout", type=float, default=1800)
+    one.add_argument("--container", help="give up when this container has ended")
+    one.add_argument("--main-pid", type=int, help="give up when this process has ended ($MAINPID)")
+    one = verbs.add_parser("pull", help="bring an image to this host")
+    one.add_argument("image")
+    one.add_argument("--check", action="store_true", help="only say whether it is missing")
+    one = verbs.add_parser("start", help="start a unit and follow it")
+    one.add_argument("unit")
+    one.add_argument("--restart", action="store_true")
+    one.add_argument("--enable", action="store_true", help="also at boot")
+    one.add_argument("--timeout", type=float, default=1800)
+    one.add_argument("--check", action="store_true", help="only say whether it would start")
+    one = verbs.add_parser("status", help="units, containers, health, models, applied plan")
+    one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
+    jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
+    one = jobs.add_parser("run", help="quick check, then start or attach")
+    one.add_argument("--id", required=True)
+    one.add_argument("--check", action="store_true", help="the quick check only")
+    one.add_argument("argv", nargs=argparse.REMAINDER, help="-- VERB ARGS…")
+    one = jobs.add_parser("poll", help="progress, or the result")
+    one.add_argument("--id", required=True)
+    one.add_argument("--wait", type=float, default=0.0, help="seconds to wait for the result")
+    one = jobs.add_parser("exec", help=argparse.SUPPRESS)
+    one.add_argument("--id", required=True)
+    return root
+
+
+def _load(name: str, stdin: str | None) -> manifest.Job:
+    try:
+        if name == "-" and stdin is None:
+            stdin = sys.stdin.read()
+        text = stdin if name == "-" else Path(name).read_text()
+        return manifest.parse_job(json.loads(text or ""))
+    except (OSError, ValueError) as error:
+        raise HostError(
+            "STAGE_MANIFEST",
+            f"cannot read the job: {error}",
+            "pass a JSON file, or - and standard input",
+            COULD_NOT_RUN,
+        ) from error
+
+
+def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = None) -> dict[str, Any]:
+    """Carry one verb out (all but `job`); `stdin` stands in for standard input."""
+    if args.verb == "stage":
+        return stage.stage(_load(args.job, stdin), progress, args.check)
+    if args.verb == "pad":
+        return pad.pad_vocab(args.source, args.dest, args.vocab_size, progress)
+    if args.verb == "ready":
+        return ready.ready(args.url, args.model, args.timeout, args.key_file, args.container, args.main_pid)
+    if args.verb == "pull":
+        return pull.pull(args.image, progress, args.check)
+    if args.verb == "start":
+        return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable)
+    return status.status(args.root)
+
+
+def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    if args.action == "poll":
+        answer = job.poll(args.id, args.wait)
+        return int(answer.get("rc", 0)), answer
+    if args.action == "exec":
+        files, argv, stdin = job.take(args.id)
+        with job.locked(files.path("lock")):
+            code, document = guarded(parser().parse_args(argv), files.path("json"), stdin)
+            job.finish(files, code, document)
+        return code, document
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    wanted = parser().parse_args(argv)
+    if wanted.verb == "job":
+        raise HostError("HOST_USAGE", "a job cannot run a job", "job run --id ID -- VERB ARGS…", COULD_NOT_RUN)
+    stdin = sys.stdin.read() if getattr(wanted, "job", "") == "-" else ""
+    checkable = hasattr(wanted, "check")
+    if checkable:
+        quick = argparse.Namespace(**{**vars(wanted), "check": True})
+        found = run_verb(quick, Progress(quiet=True), stdin)
+        if args.check or wanted.check or not found["changed"]:
+            return 0, {
+                "job": args.id,
+                "state": "done",
+                "rc": 0,
+                "changed": found["changed"],
+                "result": {"ok": True, **found},
+            }
+    elif args.check:
+        document = {"ok": True, "changed": False, "checked": False}
+        return 0, {"job": args.id, "state": "done", "rc": 0, "changed": False, "result": document}
+    answer = job.run(args.id, argv, stdin)
+    return int(answer.get("rc", 0)), answer
+
+
+def failure(error: HostError) -> dict[str, Any]:
+    """The document of a verb that did not succeed."""
+    return {"ok": False, "changed": False, "error": error.as_json()}
+
+
+def guarded(
+    args: argparse.Namespace, progress_file: Path | None = None, stdin: str | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Run the verb and turn every end into (exit status, document)."""
+    try:
+        if args.verb == "job":
+            code, document = _job(args)
+            return code, {"ok": code == 0, **document}
+        with Progress(progress_file, quiet=args.verb in ("ready", "status")) as progress:
+            return 0, {"ok": True, **run_verb(args, progress, stdin)}
+    except HostError as error:
+        return error.status, failure(error)
+    except Exception as error:
+        traceback.print_exc()
+        cause = f"{type(error).__name__}: {error}"
+        return COULD_NOT_RUN, failure(
+            HostError("HOST_INTERNAL", cause, "report it with the trace above", COULD_NOT_RUN)
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the zipapp."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A stopped job unwinds like ctrl-C: partial files stay where they are resumed from, children end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(COULD_NOT_RUN))
+    try:
+        args = parser().parse_args(argv)
+    except HostError as error:
+        code, document = error.status, failure(error)
+    else:
+        code, document = guarded(args)
+    print(json.dumps(document, sort_keys=True), flush=True)
+    return code

@@ -1,0 +1,425 @@
+"""Brings models to the host: fetch, verify, publish. A directory under its final name is complete and verified, always.
+
+<root>/.partial/<org>--<name>/<revision>/   what is being fetched; survives a kill and is resumed
+<root>/<org>--<name>/<revision>/            published: plain files, read-only use, with .specrig-manifest.json
+<root>/<org>--<name>/current                relative link to the revision of the last job
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import shutil
+import stat
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+from specrig.host import aria2, pad
+from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.manifest import (
+    MANIFEST,
+    Artefact,
+    FileSpec,
+    Job,
+    digest,
+    has_size,
+    identity,
+    is_published,
+    read_manifest,
+)
+from specrig.host.progress import Progress, amount
+
+# Left free on the filesystem: a full disk breaks more than the download.
+RESERVE = 512 * 10**6
+# Runs of aria2c in a row that brought nothing before we give up; waits double from the first one.
+ATTEMPTS = 5
+FIRST_WAIT_S = 1.0
+LOCK_WAIT_S = 10.0
+
+
+def stage(job: Job, progress: Progress, check: bool = False) -> dict[str, Any]:
+    """Make every artefact of `job` present. Returns {changed, staged, unchanged}; with `check` says what would be done.
+
+    Raises HostError: STAGE_BUSY, STAGE_DISK, STAGE_DENIED, STAGE_NOT_FOUND, STAGE_DOWNLOAD, STAGE_CHECKSUM, STAGE_PATH.
+    """
+    todo = [a for a in job.artefacts if not is_published(a, job)]
+    links = _stale_links(job)
+    unchanged = [a.id for a in job.artefacts if a not in todo]
+    if check or not (todo or links):
+        size = sum(a.size for a in todo)
+        return {
+            "changed": bool(todo or links),
+            "would_stage": [a.id for a in todo],
+            "bytes": size,
+            "unchanged": unchanged,
+        }
+    with _locked(job.root) as lock:
+        todo = [a for a in todo if not is_published(a, job)]
+        for artefact in todo:
+            _prepare(artefact, job)
+        _check_budget(todo, job)
+        staged, before = [], 0
+        total = sum(a.size for a in todo)
+        for artefact in todo:
+            start = time.monotonic()
+            partial = _partial(artefact, job)
+            if artefact.source is None:
+                files = _fetch(artefact, job, progress, lock, before, total)
+                before += artefact.size
+            else:
+                files = _derive(artefact, job, progress)
+            progress.update("publish", message=artefact.id)
+            _publish(partial, artefact, {**identity(artefact, job), "files": files})
+            row = {"id": artefact.id, "path": str(artefact.path), "bytes": sum(f["size"] for f in files)}
+            staged.append({**row, "seconds": round(time.monotonic() - start, 1)})
+        for link, target in _stale_links(job).items():
+            _flip(link, target)
+    return {"changed": True, "staged": staged, "unchanged": unchanged}
+
+
+# -- what is there ---------------------------------------------------------------------------------------------------
+
+
+def _partial(artefact: Artefact, job: Job) -> Path:
+    return job.root / ".partial" / artefact.path.parent.name / artefact.path.name
+
+
+def _stale_links(job: Job) -> dict[Path, str]:
+    """`current` links that do not point at the last revision the job names for their repository."""
+    wanted = {a.path.parent / "current": a.revision for a in job.artefacts}
+    return {link: target for link, target in wanted.items() if not link.is_symlink() or str(link.readlink()) != target}
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[int]:
+    """One stager per root. The kernel drops the lock with its last holder, so a killed stager leaves none behind."""
+    try:
+        (root / ".partial").mkdir(mode=0o755, parents=True, exist_ok=True)
+        handle = os.open(root / ".partial" / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise HostError("STAGE_PATH", f"cannot write under {root}: {error}", f"ls -ld {root}", COULD_NOT_RUN) from error
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+                    raise HostError(
+                        "STAGE_BUSY",
+                        f"another stager (pid {owner or '?'}) has held {root}/.partial/.lock for {LOCK_WAIT_S:.0f} s",
+                        "wait for it to finish, then run this again",
+                    ) from None
+                time.sleep(0.2)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _prepare(artefact: Artefact, job: Job) -> None:
+    """Make the partial directory hold nothing but usable parts of wanted files."""
+    partial = _partial(artefact, job)
+    for directory in (artefact.path.parent, partial.parent, partial):
+        if directory.is_symlink():
+            raise HostError("STAGE_PATH", f"{directory} is a symbolic link", f"rm {directory}", COULD_NOT_RUN)
+    if artefact.source is not None:
+        shutil.rmtree(partial, ignore_errors=True)  # a half-written derivation has no use: it is made again
+        return
+    partial.mkdir(mode=0o755, parents=True, exist_ok=True)
+    wanted = {partial / f.path: f for f in artefact.files}
+    keep = set(wanted) | {aria2.control_file(p) for p in wanted}
+    parents = {parent for p in wanted for parent in p.parents}
+    for base, directories, names in os.walk(partial, topdown=False):
+        for name in [*names, *directories]:
+            entry = Path(base, name)
+            info = entry.lstat()
+            if stat.S_ISDIR(info.st_mode):
+                if entry not in parents:
+                    shutil.rmtree(entry)
+            elif not stat.S_ISREG(info.st_mode) or entry not in keep:
+                entry.unlink()
+    for path, spec in wanted.items():
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # Without its control file a partial may have holes: only one of full size is worth checking.
+        if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
+            path.unlink()
+        # What an earlier publication of this revision still has is verified like a download, and not fetched again.
+        if not path.exists() and has_size(artefact.path / spec.path, spec.size):
+            with contextlib.suppress(OSError):
+                os.link(artefact.path / spec.path, path)
+                aria2.control_file(path).unlink(missing_ok=True)
+
+
+def _check_budget(todo: list[Artefact], job: Job) -> None:
+    need = 0
+    for artefact in todo:
+        if artefact.source is None:
+            partial = _partial(artefact, job)
+            need += sum(f.size - aria2.on_disk(aria2.Request("", partial / f.path, f.size)) for f in artefact.files)
+        else:  # the weights are written anew; all else is linked
+            need += sum(f.size for f in job.by_id(artefact.source).files if f.path.endswith(".safetensors"))
+    free = shutil.disk_usage(job.root).free
+    if need + RESERVE > free:
+        raise HostError(
+            "STAGE_DISK",
+            f"{amount(need)} to write and {amount(RESERVE)} to spare, but {amount(free)} are free in {job.root}",
+            f"free space in {job.root}, or set rig_models_root to a larger disk",
+        )
+
+
+# -- fetching --------------------------------------------------------------------------------------------------------
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def read_token(path: Path | None) -> str | None:
+    """The hub token in `path`, or None when no file is named. Refuses what cannot be one header value."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise HostError("STAGE_TOKEN", f"cannot read the token: {error}", f"ls -l {path}", COULD_NOT_RUN) from error
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise HostError(
+            "STAGE_TOKEN", f"{path} does not hold one printable token", "write the token alone into it", COULD_NOT_RUN
+        )
+    return token
+
+
+def _resolve(url: str, token: str) -> tuple[str, tuple[str, ...]]:
+    """Follow redirects ourselves when there is a token: it goes to the hub's own origin and to no other.
+
+    Returns the last URL and the headers it may get. Raises STAGE_DENIED, STAGE_NOT_FOUND; OSError when it may pass.
+    """
+    opener = urllib.request.build_opener(_NoRedirect)
+    origin, header = urlsplit(url)[:2], f"Authorization: Bearer {token}"
+    for _ in range(6):
+        request = urllib.request.Request(url, method="HEAD")  # noqa: S310  parse_job allows only http(s)
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+        try:
+            opener.open(request, timeout=30).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in (401, 403):
+                raise denied(url, str(error.code)) from None
+            if error.code == 404:
+                raise not_found(url) from None
+            if error.code not in (301, 302, 303, 307, 308) or not error.headers.get("Location"):
+                raise OSError(f"HTTP {error.code} from {urlsplit(url)[1]}") from None
+            url = urljoin(url, error.headers["Location"])
+            if urlsplit(url)[0] not in ("http", "https"):
+                raise OSError(f"redirected to {urlsplit(url)[0]}:") from None
+            if urlsplit(url)[:2] != origin:
+                return url, ()
+        else:
+            return url, (header,)
+    raise OSError(f"too many redirects from {origin[1]}")
+
+
+def denied(url: str, answer: str) -> HostError:
+    """The hub knows the file and does not give it to us."""
+    return HostError("STAGE_DENIED", f"{url}: {answer}", "accept the licence on the hub and set rig_hub_token")
+
+
+def not_found(url: str) -> HostError:
+    """The locked file is not upstream."""
+    return HostError("STAGE_NOT_FOUND", f"{url} does not exist upstream", "./rig models lock, then ./rig plan")
+
+
+def _requests(artefact: Artefact, job: Job, partial: Path, missing: list[FileSpec]) -> list[aria2.Request]:
+    token = read_token(job.token_file)
+
+    def one(spec: FileSpec) -> aria2.Request:
+        url = f"{job.endpoint}/{artefact.repo}/resolve/{artefact.revision}/{quote(spec.path)}"
+        headers: tuple[str, ...] = ()
+        if token:
+            url, headers = _resolve(url, token)
+        return aria2.Request(url, partial / spec.path, spec.size, headers)
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(one, missing))
+
+
+def _complete(path: Path, spec: FileSpec) -> bool:
+    return has_size(path, spec.size) and not aria2.control_file(path).exists()
+
+
+def _fetch(
+    artefact: Artefact, job: Job, progress: Progress, lock: int, before: int, total: int
+) -> list[dict[str, Any]]:
+    """Download what is missing and verify every file. Returns the files for the manifest."""
+    partial = _partial(artefact, job)
+    failures, wait, fault = 0, FIRST_WAIT_S, ""
+
+    def ticker(base: int, label: str) -> Callable[[int], None]:
+        return lambda count: progress.update("download", base + count, total, label)
+
+    while missing := [f for f in artefact.files if not _complete(partial / f.path, f)]:
+        have = artefact.size - sum(f.size for f in missing)
+        start = _present(partial, missing)
+        if failures >= ATTEMPTS:
+            raise HostError(
+                "STAGE_DOWNLOAD",
+                f"{artefact.repo}: {amount(have + start)} of {amount(artefact.size)} came; "
+                f"{failures} attempts brought nothing more; last: {fault}",
+                "check the network and the endpoint, then run this again: it resumes",
+            )
+        if failures:
+            progress.update("retry", message=f"{artefact.id} in {wait:.0f} s: {fault}")
+            time.sleep(wait)
+            wait = min(wait * 2, 60)
+        label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
+        progress.update("download", before + have + start, total, label)
+        try:
+            requests = _requests(artefact, job, partial, missing)
+            outcome = aria2.fetch(requests, ticker(before + have, label), (lock,))
+        except (OSError, http.client.HTTPException) as error:
+            outcome = aria2.Outcome(1, {0: str(error)})
+        fault = "; ".join(f"{text} (aria2c error {code})" if code else text for code, text in outcome.faults.items())
+        fault = fault or f"aria2c ended with status {outcome.status}"
+        _raise_final(outcome, artefact, job)
+        for spec in missing:  # more bytes than promised, or fewer, and done: not the file that was locked
+            path = partial / spec.path
+            if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
+                fault = f"{spec.path} came with {path.stat().st_size} bytes, locked are {spec.size}"
+                path.unlink()
+                if outcome.status == 0:
+                    raise _checksum(artefact, [fault])
+        if _present(partial, missing) > start:
+            failures, wait = 0, FIRST_WAIT_S
+        failures += 1
+    _verify(artefact, partial, progress)
+    return [f.as_json() for f in artefact.files]
+
+
+def _present(partial: Path, files: list[FileSpec]) -> int:
+    return sum(aria2.on_disk(aria2.Request("", partial / f.path, f.size)) for f in files)
+
+
+def _raise_final(outcome: aria2.Outcome, artefact: Artefact, job: Job) -> None:
+    """Stop at once on what no retry cures."""
+    where = f"{job.endpoint}/{artefact.repo} at {artefact.revision[:12]}"
+    if 3 in outcome.faults:
+        raise not_found(outcome.faults[3] or where)
+    if 24 in outcome.faults:
+        raise denied(outcome.faults[24] or where, "401")
+    if "403" in outcome.faults.get(22, ""):
+        raise denied(outcome.faults[22], "403")
+    if {9, 16, 17, 18} & {outcome.status, *outcome.faults} and shutil.disk_usage(job.root).free < RESERVE:
+        free = amount(shutil.disk_usage(job.root).free)
+        raise HostError(
+            "STAGE_DISK",
+            f"the disk of {job.root} filled up: {free} free",
+            f"free space in {job.root}, then run this again",
+        )
+
+
+def _checksum(artefact: Artefact, faults: list[str]) -> HostError:
+    return HostError(
+        "STAGE_CHECKSUM",
+        f"{artefact.repo} at {artefact.revision[:12]}: " + "; ".join(faults) + "; thrown away, nothing published",
+        "run this again; if it fails twice, upstream or a mirror has other bytes: ./rig models lock shows the change",
+    )
+
+
+def _verify(artefact: Artefact, partial: Path, progress: Progress) -> None:
+    """Check every file against the lock; throw away those that differ."""
+    read = [0]
+
+    def tick(count: int) -> None:
+        read[0] += count
+        progress.update("verify", read[0], artefact.size, artefact.id)
+
+    def one(spec: FileSpec) -> str | None:
+        found = digest(partial / spec.path, spec.kind, tick)
+        if found == spec.digest:
+            return None
+        (partial / spec.path).unlink()
+        return f"{spec.path} has {spec.kind} {found[:12]}…, locked is {spec.digest[:12]}…"
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        faults = [fault for fault in pool.map(one, artefact.files) if fault]
+    if faults:
+        raise _checksum(artefact, faults)
+
+
+# -- deriving and publishing -----------------------------------------------------------------------------------------
+
+
+def _derive(artefact: Artefact, job: Job, progress: Progress) -> list[dict[str, Any]]:
+    source, partial = job.by_id(artefact.source or ""), _partial(artefact, job)
+    partial.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    pad.pad_vocab(source.path, partial, artefact.vocab_size or 0, progress)
+    known = {f["path"]: f for f in (read_manifest(source.path) or {}).get("files", [])}
+    files = []
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        name, size = path.relative_to(partial).as_posix(), path.stat().st_size
+        progress.update("verify", message=f"{artefact.id}: {name}")
+        same = name in known and path.samefile(source.path / name)
+        files.append(known[name] if same else {"path": name, "size": size, "sha256": digest(path, "sha256")})
+    return files
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _publish(partial: Path, artefact: Artefact, manifest: dict[str, Any]) -> None:
+    """Make everything durable, then give it its name in one step."""
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    for base, _, names in os.walk(partial, topdown=False):
+        for name in names:
+            path = Path(base, name)
+            path.chmod(0o644)
+            _sync(path)
+        Path(base).chmod(0o755)
+        _sync(Path(base))
+    parent = artefact.path.parent
+    parent.mkdir(mode=0o755, exist_ok=True)
+    trash = partial.with_name(f".old-{artefact.path.name}")
+    if artefact.path.exists() or artefact.path.is_symlink():  # broken, or another manifest's: it makes room
+        _discard(trash)
+        artefact.path.rename(trash)
+    partial.rename(artefact.path)
+    _sync(parent)
+    _sync(parent.parent)
+    _discard(trash)
+    with contextlib.suppress(OSError):  # not empty: another revision is on its way
+        partial.parent.rmdir()
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flip(link: Path, target: str) -> None:
+    """Point `link` at `target` without a moment in which it points nowhere."""
+    scratch = link.with_name(".current.new")
+    scratch.unlink(missing_ok=True)
+    scratch.symlink_to(target)
+    scratch.replace(link)
+    _sync(link.parent)

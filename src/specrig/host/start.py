@@ -1,0 +1,165 @@
+"""Starts a unit and stays with it until it is active, saying what the engine does; or says why it did not come up."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from specrig.host import units
+from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.progress import Progress
+
+POLL_S = 0.5
+TAIL = 30
+_UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
+# vLLM's own words (0.6 to 0.2x), in the order of a start; the first that matches names the phase.
+PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), phase)
+    for pattern, phase in (
+        (r"application startup complete|specrig: warming", "warming up"),
+        (r"specrig: ready", "ready"),
+        (r"captur\w* (cuda )?graph|graph captur", "capturing graphs"),
+        (r"warm(ing)?[ -]?up", "warming up"),
+        (r"torch\.compile|dynamo bytecode|compil(ing|ation)|inductor", "compiling"),
+        (r"kv cache|available memory|memory profiling|# (gpu|cpu) blocks", "sizing the KV cache"),
+        (
+            r"loading (safetensors|weights|drafter|model weights|pt checkpoint)|starting to load model|loading model",
+            "loading weights",
+        ),
+        (
+            r"initializing a v\d+ llm engine|initializing an llm engine|engine core|api server version",
+            "starting the engine",
+        ),
+    )
+)
+_SHARDS = re.compile(r"(\d+)% Completed \| (\d+/\d+)")
+
+
+def phase_of(text: str) -> tuple[str, str] | None:
+    """(phase, detail) that a log line announces, or None."""
+    if match := _SHARDS.search(text):
+        return "loading weights", f"{match[2]} shards"
+    return next(((phase, "") for pattern, phase in PHASES if pattern.search(text)), None)
+
+
+def _state(unit: str) -> dict[str, str]:
+    found = units.show(unit)[0]
+    if found.get("LoadState") == "not-found":
+        raise HostError("START_NO_UNIT", f"{unit} is not installed on this host", "./rig up", COULD_NOT_RUN)
+    if found.get("LoadState") not in ("loaded", None):
+        raise HostError(
+            "START_BAD_UNIT", f"{unit} is {found.get('LoadState')}", f"systemd-analyze verify {unit}", COULD_NOT_RUN
+        )
+    return found
+
+
+def _failed(unit: str, cause: str, lines: list[units.Line], invocation: str, code: str = "START_FAILED") -> HostError:
+    """The error, with the last lines of this start and of no earlier one."""
+    ours = [line.text for line in lines if not invocation or line.invocation in ("", invocation)][-TAIL:]
+    return HostError(code, f"{unit} {cause}", f"journalctl -u {unit} -n 200", lines=ours)
+
+
+def reload_if_needed(unit: str) -> None:
+    """Make systemd read its units again, only when it says that `unit` is new or has changed: a needless daemon-reload can
+    take a card away from containers that already run."""
+    found = units.show(unit)[0]
+    if found.get("LoadState") == "not-found" or found.get("NeedDaemonReload") == "yes":
+        units.run("systemctl", "daemon-reload", timeout=120)
+
+
+def start(
+    unit: str,
+    progress: Progress,
+    restart: bool = False,
+    timeout: float = 1800,
+    check: bool = False,
+    enable: bool = False,
+) -> dict[str, Any]:
+    """`systemctl start|restart` and follow it. Returns {changed, unit, state, seconds}; raises HostError START_*.
+
+    `enable` also makes the unit start at boot. With `check` nothing is done: changed says whether something would be.
+    """
+    if not _UNIT.fullmatch(unit):
+        raise HostError(
+            "START_NO_UNIT",
+            f"{unit!r:.200} is not a unit's name",
+            "name a unit, such as specrig-chat.service",
+            COULD_NOT_RUN,
+        )
+    if check and units.show(unit)[0].get("LoadState") == "not-found":
+        return {"changed": True, "unit": unit, "state": "not-found", "seconds": 0.0}
+    if not check:
+        reload_if_needed(unit)
+    before = _state(unit)
+    enable = enable and before.get("UnitFileState") != "enabled"
+    if enable and not check:
+        done = units.run("systemctl", "enable", unit)
+        if done.returncode != 0:
+            raise HostError(
+                "START_REFUSED", f"systemctl enable {unit}: {done.stderr.strip()[:300]}", f"systemctl status {unit}"
+            )
+    if before["ActiveState"] == "active" and not restart:
+        return {"changed": enable, "unit": unit, "state": "active", "seconds": 0.0}
+    if check:
+        return {"changed": True, "unit": unit, "state": before["ActiveState"], "seconds": 0.0}
+    begin, clock = time.time(), time.monotonic()
+    if before["ActiveState"] == "failed":  # a person's (or a play's) start is a new try: clear the restart budget
+        units.run("systemctl", "reset-failed", unit)
+    verb = "restart" if restart else "start"
+    done = units.run("systemctl", verb, "--no-block", unit)
+    if done.returncode != 0:
+        raise HostError(
+            "START_REFUSED",
+            f"systemctl {verb} {unit}: {done.stderr.strip()[:300]}",
+            f"systemctl status {unit}",
+            COULD_NOT_RUN,
+        )
+    lines: list[units.Line] = []
+    phase, detail, cursor, restarts = "starting", "", "", 0
+    while True:
+        fresh = units.journal(unit, begin, cursor)
+        cursor = fresh[-1].cursor if fresh else cursor
+        lines = (lines + fresh)[-2000:]
+        for line in fresh:
+            phase, detail = phase_of(line.text) or (phase, detail)
+        now = _state(unit)
+        seconds = round(time.monotonic() - clock, 1)
+        invocation, active, sub = now.get("InvocationID", ""), now["ActiveState"], now["SubState"]
+        idle = now.get("Job", "0") in ("", "0")
+        progress.update(phase, message=detail or f"{active}/{sub}")
+        if active == "active" and idle:
+            return {"changed": True, "unit": unit, "state": active, "seconds": seconds, "restarts": restarts}
+        if active == "failed":
+            how = f"{now.get('Result')}, exit status {now.get('ExecMainStatus')}"
+            cause = f"failed ({how}) after {seconds:.0f} s in phase '{phase}'"
+            raise _failed(unit, cause, lines, invocation)
+        if active == "inactive" and idle and seconds > 2:
+            raise _failed(
+                unit,
+                f"ended without an error or was not started (condition: {now.get('ConditionResult')})",
+                lines,
+                invocation,
+            )
+        tries = int(now.get("NRestarts") or 0) - (
+            int(before.get("NRestarts") or 0) if before["ActiveState"] == "active" else 0
+        )
+        if tries > restarts:
+            restarts, phase, detail = (
+                tries,
+                "starting again",
+                f"try {tries + 1}: the one before failed ({now.get('Result')})",
+            )
+            if restarts >= 2:
+                raise _failed(
+                    unit, f"failed {restarts} times in a row, last in {seconds:.0f} s", lines, "", "START_LOOP"
+                )
+        if seconds > timeout:
+            raise _failed(
+                unit,
+                f"is still {active}/{sub} after {timeout:.0f} s, in phase '{phase}'",
+                lines,
+                invocation,
+                "START_TIMEOUT",
+            )
+        time.sleep(POLL_S)

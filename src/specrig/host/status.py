@@ -1,0 +1,107 @@
+"""What runs on this rig, as one document: units, containers, health, models, the applied plan."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+
+from specrig.host import docker_api, ready, units
+from specrig.host.errors import HostError
+from specrig.host.manifest import read_manifest
+
+PLAN = Path("/etc/specrig/plan.json")
+
+
+def models(root: Path) -> list[dict[str, Any]]:
+    """Published models under `root`: repo, revision, path, bytes, derived, and whether `current` points at it."""
+    found = []
+    for directory in sorted(
+        p for p in root.glob("*/*") if p.is_dir() and not p.is_symlink() and p.parent.name != ".partial"
+    ):
+        manifest = read_manifest(directory)
+        if manifest is None:
+            continue
+        link = directory.parent / "current"
+        found.append(
+            {
+                "repo": manifest.get("repo"),
+                "revision": manifest.get("revision"),
+                "path": str(directory),
+                "bytes": sum(int(f.get("size") or 0) for f in manifest.get("files") or []),
+                "derived": manifest.get("derive") is not None,
+                "current": link.is_symlink() and str(link.readlink()) == directory.name,
+            }
+        )
+    return found
+
+
+def _health(service: dict[str, Any]) -> dict[str, Any] | None:
+    ports = service.get("ports") or []
+    if not ports:
+        return None
+    bind = str(ports[0].get("bind") or "127.0.0.1")
+    url = f"http://{'127.0.0.1' if bind in ('0.0.0.0', '::') else bind}:{ports[0].get('port')}"  # noqa: S104  compared, not bound
+    try:
+        code, _ = ready.call(url, str(service.get("health_path") or "/health"), timeout=3)
+    except (OSError, http.client.HTTPException) as error:
+        return {"url": url, "ok": False, "cause": str(error)}
+    return {"url": url, "ok": code == 200, "status": code}
+
+
+def _container(name: str) -> dict[str, Any] | None:
+    try:
+        found = docker_api.inspect_container(name)
+    except HostError as error:
+        return {"error": error.as_json()}
+    if found is None:
+        return None
+    state = found.get("State") or {}
+    config = found.get("Config") or {}
+    return {
+        "name": name,
+        "image": config.get("Image"),
+        "image_id": found.get("Image"),
+        "status": state.get("Status"),
+        "started_at": state.get("StartedAt"),
+    }
+
+
+def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
+    """All of it. `root` is the models' directory; by default the applied plan's, else /srv/models."""
+    try:
+        plan = json.loads(plan_file.read_text())
+    except (OSError, ValueError):
+        plan = None
+    services = {s.get("unit"): s for s in (plan or {}).get("services") or []}
+    if root is None:
+        paths = [Path(m["path"]) for m in (plan or {}).get("models") or [] if m.get("path")]
+        root = paths[0].parent.parent if paths else Path("/srv/models")
+    rows = []
+    names = sorted({*services, *(u["Id"] for u in units.show("specrig-*.service", *services) if u.get("Id"))} - {None})
+    for unit in units.show(*names) if names else []:
+        name = unit.get("Id", "")
+        if name.startswith("specrig-job-"):
+            continue
+        service = services.get(name)
+        rows.append(
+            {
+                "unit": name,
+                "state": unit.get("ActiveState"),
+                "sub": unit.get("SubState"),
+                "since": unit.get("StateChangeTimestamp"),
+                "restarts": int(unit.get("NRestarts") or 0),
+                "result": unit.get("Result"),
+                "enabled": unit.get("UnitFileState"),
+                "container": _container(name[: -len(".service")]),
+                "health": _health(service) if service else None,
+            }
+        )
+    return {
+        "changed": False,
+        "plan_hash": (plan or {}).get("plan_hash"),
+        "units": rows,
+        "models": models(root),
+        "models_root": str(root),
+    }
