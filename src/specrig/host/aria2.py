@@ -11,6 +11,10 @@ from pathlib import Path
 
 from specrig.host.errors import COULD_NOT_RUN, HostError
 
+# Silence, or less than this rate, is a stall: the transfer is given up and started again where it was.
+TIMEOUT_S = 30
+LOWEST_RATE = "10K"
+
 _ROW = re.compile(r"\[#[0-9a-f]+ (\d+)B/(\d+)B")
 _FAULT = re.compile(r"errorCode=(\d+)(?: URI=(\S+))?(?: (.*))?")
 
@@ -27,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of aria2c ended: its exit status (0 all files complete) and its errors in its own words, by their number."""
+    """How a run of aria2c ended: its exit status (0: all files complete) and its errors, by number, in its words."""
 
     status: int
     faults: dict[int, str]
@@ -53,11 +57,10 @@ def options(parent: int) -> list[str]:
         # How much a killed run fetches again: what arrived since the control file was last saved.
         "--auto-save-interval=1",
         "--connect-timeout=15",
-        "--timeout=30",
+        f"--timeout={TIMEOUT_S}",
         "--max-tries=4",
         "--retry-wait=2",
-        # Stall watchdog: below this the transfer is given up, and the caller starts it again where it was.
-        "--lowest-speed-limit=10K",
+        f"--lowest-speed-limit={LOWEST_RATE}",
         f"--stop-with-process={parent}",
         "--human-readable=false",
         "--summary-interval=1",
@@ -92,11 +95,18 @@ def on_disk(request: Request) -> int:
     return min(info.st_blocks * 512 if control_file(request.path).exists() else info.st_size, request.size)
 
 
-def fetch(requests: list[Request], tick: Callable[[int], None], keep_fds: tuple[int, ...] = ()) -> Outcome:
-    """Run aria2c once over `requests`. `tick` gets the bytes present so far, about once a second.
+def fetch(
+    requests: list[Request],
+    tick: Callable[[int], None],
+    complete: Callable[[Path], None],
+    keep_fds: tuple[int, ...] = (),
+) -> Outcome:
+    """Run aria2c once over `requests`.
 
-    The input goes through a pipe: no token reaches argv, the environment or the disk. `keep_fds` stay open in aria2c, so
-    a lock on one of them holds until the last writer is gone, even when this process was killed.
+    `tick` gets the bytes present so far, about once a second; `complete` gets each file when its last byte is there.
+
+    The input goes through a pipe: no token reaches argv, the environment or the disk. `keep_fds` stay open in aria2c,
+    so a lock on one of them holds until the last writer is gone, even when this process was killed.
     """
     command = ["aria2c", *options(os.getpid())]
     try:
@@ -126,6 +136,7 @@ def fetch(requests: list[Request], tick: Callable[[int], None], keep_fds: tuple[
             done[Path(name)] = min(current, sizes[name])
         elif "Download complete: " in text and (name := text.split("Download complete: ")[1].strip()) in sizes:
             done[Path(name)] = sizes[name]
+            complete(Path(name))
         elif match := _FAULT.search(text):
             words = " ".join(part for part in (match[2], match[3]) if part and part.strip())
             faults[int(match[1])] = words.split("?")[0] or faults.get(int(match[1]), "")  # a query may hold a signature

@@ -89,7 +89,7 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
     if args.verb == "pad":
         return pad.pad_vocab(args.source, args.dest, args.vocab_size, progress)
     if args.verb == "ready":
-        return ready.ready(args.url, args.model, args.timeout, args.key_file, args.container, args.main_pid)
+        return ready.ready(args.url, args.model, args.timeout, args.key_file, args.container, args.main_pid, progress)
     if args.verb == "pull":
         return pull.pull(args.image, progress, args.check)
     if args.verb == "start":

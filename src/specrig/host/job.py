@@ -143,7 +143,7 @@ def run(name: str, argv: list[str], stdin: str) -> dict[str, Any]:
 
 
 def poll(name: str, wait: float = 0.0) -> dict[str, Any]:
-    """{job, state: running, progress, line} or {job, state: done, rc, changed, result}; waits up to `wait` s for the end."""
+    """{job, state: running, progress, line} or {job, state: done, rc, changed, result}; waits up to `wait` s."""
     files = Files(name)
     deadline = time.monotonic() + wait
     while True:

@@ -149,7 +149,7 @@ def _artefact(item: object, root: Path) -> Artefact:
 
 
 def parse_job(value: object) -> Job:
-    """Check a stage job {root, endpoint, artefacts, token_file}; raise STAGE_MANIFEST on what a host must not act on."""
+    """Check a stage job {root, endpoint, artefacts, token_file}; raise STAGE_MANIFEST on what is not safe to do."""
     if not isinstance(value, dict) or not isinstance(value.get("artefacts"), list):
         raise _bad("the job must be an object with root, endpoint and artefacts")
     root, endpoint = Path(str(value.get("root") or "")), str(value.get("endpoint") or "").rstrip("/")

@@ -2,8 +2,8 @@
 
 vLLM refuses a pair whose vocabularies differ in width, although the extra ids are often unused padding of the
 embedding. The new rows copy the last existing one: that row is itself such an unused id, so a new id is as unlikely as
-those, and its scores are of the model's own scale, which zero rows (logit 0) do not promise. Correctness does not hang on
-it: whatever the draft proposes, the target verifies, so a padded id can be drafted in vain, never accepted wrongly.
+those, and its scores are of the model's own scale, which zero rows (logit 0) do not promise. Correctness does not hang
+on it: whatever the draft proposes, the target verifies, so a padded id can be drafted in vain, never accepted wrongly.
 
 The output depends on the input bytes and the width alone: it is the same on every host.
 """

@@ -1,4 +1,4 @@
-"""Brings an engine image to the host through Docker's API: with bytes and a rate, as `docker pull` in a pipe has not."""
+"""Brings an engine image to the host through Docker's API, with bytes and a rate: `docker pull` in a pipe shows none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFERENCE = re.compile(
     r"(?P<name>[a-z0-9.:/_-]+?)(:(?P<tag>\w[\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?", re.IGNORECASE
 )
 _PASSING = re.compile(
-    r"unexpected EOF|connection re(set|fused)|i/o timeout|TLS handshake|toomanyrequests|temporar|server misbehaving"
+    r"unexpected EOF|connection reset|TLS handshake|toomanyrequests|temporar|server misbehaving"
     r"|50[0234]",
     re.I,
 )
@@ -122,7 +122,11 @@ def _once(image: str, progress: Progress) -> None:
 def _failed(image: str, message: str, status: int) -> HostError:
     if re.search(r"unauthorized|authentication required|denied|forbidden", message, re.I):
         return HostError("PULL_DENIED", f"{image}: {message}", "docker login on the host, or correct the image's name")
-    if status == 404 or re.search(r"not found|manifest unknown|no such host", message, re.I):
+    if re.search(r"no such host|connection refused|network is unreachable|i/o timeout", message, re.I):
+        return HostError(
+            "PULL_UNREACHABLE", f"{image}: {message}", "check the host's network and DNS, or name a mirror"
+        )
+    if status == 404 or re.search(r"not found|manifest unknown", message, re.I):
         return HostError(
             "PULL_NOT_FOUND", f"{image}: {message}", "correct the image's tag or digest, or the registry's name"
         )
@@ -138,7 +142,12 @@ def _failed(image: str, message: str, status: int) -> HostError:
 def pull(image: str, progress: Progress, check: bool = False) -> dict[str, Any]:
     """Make `image` present. Returns {changed, image, id, digests}; raises HostError PULL_*."""
     parse(image)
-    found = docker_api.inspect_image(image)
+    try:
+        found = docker_api.inspect_image(image)
+    except HostError:
+        if not check:
+            raise
+        found = None  # before Docker is there, the image is not either
     if found is not None:
         return {"changed": False, "image": image, "id": found.get("Id"), "digests": found.get("RepoDigests") or []}
     if check:
@@ -148,7 +157,7 @@ def pull(image: str, progress: Progress, check: bool = False) -> dict[str, Any]:
             _once(image, progress)
             break
         except HostError as error:
-            if error.code not in ("PULL_BROKEN", "PULL_STALLED") or attempt == ATTEMPTS:
+            if error.code not in ("PULL_BROKEN", "PULL_STALLED", "PULL_UNREACHABLE") or attempt == ATTEMPTS:
                 raise
             progress.update("retry", message=f"in {2**attempt} s: {error.cause}")
             time.sleep(2**attempt)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from specrig.host import docker_api
 from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.progress import Progress
 
 POLL_S = 0.5
 # How long `docker run` may take to create the container before its absence means that it is gone.
@@ -23,7 +24,7 @@ REPEAT_S = 30.0
 def call(
     url: str, path: str, body: dict[str, Any] | None = None, key: str | None = None, timeout: float = 5
 ) -> tuple[int, str]:
-    """GET or POST (`body`) `path` at `url`; return (status, text). Raises OSError or HTTPException without an answer."""
+    """GET or POST (`body`) `path` at `url`; return (status, text). No answer: OSError or HTTPException."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout)
@@ -114,6 +115,7 @@ def ready(
     key_file: Path | None = None,
     container: str | None = None,
     main_pid: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Wait until `url` completes one token for `model`; print each phase. Returns {changed, ready, seconds, phases}.
 
@@ -126,6 +128,8 @@ def ready(
     def enter(name: str) -> None:
         nonlocal phase, since, said
         now = time.monotonic()
+        if progress:
+            progress.update(name, message=note)
         if name != phase:
             if phase:
                 phases[phase] = round(phases.get(phase, 0) + now - since, 1)

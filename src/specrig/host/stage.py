@@ -18,8 +18,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -266,7 +267,20 @@ def _fetch(
 ) -> list[dict[str, Any]]:
     """Download what is missing and verify every file. Returns the files for the manifest."""
     partial = _partial(artefact, job)
-    failures, wait, fault = 0, FIRST_WAIT_S, ""
+    with _Verifier(artefact, partial) as verifier:
+        for spec in artefact.files:
+            if _complete(partial / spec.path, spec):
+                verifier.add(partial / spec.path)
+        _download(artefact, job, progress, lock, before, total, verifier)
+        verifier.finish(progress)
+    return [f.as_json() for f in artefact.files]
+
+
+def _download(
+    artefact: Artefact, job: Job, progress: Progress, lock: int, before: int, total: int, verifier: _Verifier
+) -> None:
+    partial = _partial(artefact, job)
+    failures, pause, fault = 0, FIRST_WAIT_S, ""
 
     def ticker(base: int, label: str) -> Callable[[int], None]:
         return lambda count: progress.update("download", base + count, total, label)
@@ -282,31 +296,28 @@ def _fetch(
                 "check the network and the endpoint, then run this again: it resumes",
             )
         if failures:
-            progress.update("retry", message=f"{artefact.id} in {wait:.0f} s: {fault}")
-            time.sleep(wait)
-            wait = min(wait * 2, 60)
+            progress.update("retry", message=f"{artefact.id} in {pause:.0f} s: {fault}")
+            time.sleep(pause)
+            pause = min(pause * 2, 60)
         label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
         progress.update("download", before + have + start, total, label)
         try:
             requests = _requests(artefact, job, partial, missing)
-            outcome = aria2.fetch(requests, ticker(before + have, label), (lock,))
+            outcome = aria2.fetch(requests, ticker(before + have, label), verifier.add, (lock,))
         except (OSError, http.client.HTTPException) as error:
             outcome = aria2.Outcome(1, {0: str(error)})
         fault = "; ".join(f"{text} (aria2c error {code})" if code else text for code, text in outcome.faults.items())
         fault = fault or f"aria2c ended with status {outcome.status}"
         _raise_final(outcome, artefact, job)
-        for spec in missing:  # more bytes than promised, or fewer, and done: not the file that was locked
+        for spec in missing:  # whole by the server's word, and not of the locked size: another file
             path = partial / spec.path
             if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
-                fault = f"{spec.path} came with {path.stat().st_size} bytes, locked are {spec.size}"
+                size = path.stat().st_size
                 path.unlink()
-                if outcome.status == 0:
-                    raise _checksum(artefact, [fault])
+                raise _checksum(artefact, [f"{spec.path} came with {size} bytes, locked are {spec.size}"])
         if _present(partial, missing) > start:
-            failures, wait = 0, FIRST_WAIT_S
+            failures, pause = 0, FIRST_WAIT_S
         failures += 1
-    _verify(artefact, partial, progress)
-    return [f.as_json() for f in artefact.files]
 
 
 def _present(partial: Path, files: list[FileSpec]) -> int:
@@ -339,25 +350,58 @@ def _checksum(artefact: Artefact, faults: list[str]) -> HostError:
     )
 
 
-def _verify(artefact: Artefact, partial: Path, progress: Progress) -> None:
-    """Check every file against the lock; throw away those that differ."""
-    read = [0]
+class _Verifier:
+    """Checks files against the lock while others are still coming, and makes the good ones durable."""
 
-    def tick(count: int) -> None:
-        read[0] += count
-        progress.update("verify", read[0], artefact.size, artefact.id)
+    def __init__(self, artefact: Artefact, partial: Path) -> None:
+        self._artefact = artefact
+        self._specs = {partial / f.path: f for f in artefact.files}
+        self._running: dict[Path, Future[str | None]] = {}
+        self._read = 0
+        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
 
-    def one(spec: FileSpec) -> str | None:
-        found = digest(partial / spec.path, spec.kind, tick)
-        if found == spec.digest:
-            return None
-        (partial / spec.path).unlink()
-        return f"{spec.path} has {spec.kind} {found[:12]}…, locked is {spec.digest[:12]}…"
+    def __enter__(self) -> _Verifier:
+        return self
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        faults = [fault for fault in pool.map(one, artefact.files) if fault]
-    if faults:
-        raise _checksum(artefact, faults)
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for future in self._running.values():
+            future.cancel()
+        self._pool.shutdown()
+
+    def add(self, path: Path) -> None:
+        """Start on a complete file."""
+        if path not in self._running and has_size(path, self._specs[path].size):
+            self._running[path] = self._pool.submit(self._check, path, self._specs[path])
+
+    def _check(self, path: Path, spec: FileSpec) -> str | None:
+        found = digest(path, spec.kind, self._tick)
+        if found != spec.digest:
+            return f"{spec.path} has {spec.kind} {found[:12]}…, locked is {spec.digest[:12]}…"
+        _sync(path)
+        return None
+
+    def _tick(self, count: int) -> None:
+        self._read += count  # shown only: a lost update between threads does no harm
+
+    def finish(self, progress: Progress) -> None:
+        """Wait for the rest; raise STAGE_CHECKSUM when a file differs (it has been thrown away)."""
+        for path in self._specs:
+            self.add(path)
+        waiting = set(self._running.values())
+        while waiting:
+            waiting = wait(waiting, timeout=1.0).not_done
+            progress.update("verify", self._read, self._artefact.size, self._artefact.id)
+        faults = []
+        for path, future in self._running.items():
+            if fault := future.result():
+                path.unlink()  # not before: the download would see a missing file and fetch it again
+                faults.append(fault)
+        if faults:
+            raise _checksum(self._artefact, faults)
+        if len(self._running) != len(self._specs):  # a file vanished under our hands
+            raise _checksum(self._artefact, ["not every file was there to be verified"])
 
 
 # -- deriving and publishing -----------------------------------------------------------------------------------------

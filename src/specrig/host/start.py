@@ -12,6 +12,8 @@ from specrig.host.progress import Progress
 
 POLL_S = 0.5
 TAIL = 30
+# Failed tries that make a start failed: one may be bad luck (a card not free yet), two are a cause.
+TRIES = 2
 _UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
 # vLLM's own words (0.6 to 0.2x), in the order of a start; the first that matches names the phase.
 PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -61,8 +63,10 @@ def _failed(unit: str, cause: str, lines: list[units.Line], invocation: str, cod
 
 
 def reload_if_needed(unit: str) -> None:
-    """Make systemd read its units again, only when it says that `unit` is new or has changed: a needless daemon-reload can
-    take a card away from containers that already run."""
+    """Make systemd read its units again, only when it says that `unit` is new or has changed.
+
+    A needless daemon-reload can take a card away from containers that already run.
+    """
     found = units.show(unit)[0]
     if found.get("LoadState") == "not-found" or found.get("NeedDaemonReload") == "yes":
         units.run("systemctl", "daemon-reload", timeout=120)
@@ -117,6 +121,7 @@ def start(
         )
     lines: list[units.Line] = []
     phase, detail, cursor, restarts = "starting", "", "", 0
+    base = int(before.get("NRestarts") or 0)
     while True:
         fresh = units.journal(unit, begin, cursor)
         cursor = fresh[-1].cursor if fresh else cursor
@@ -141,19 +146,16 @@ def start(
                 lines,
                 invocation,
             )
-        tries = int(now.get("NRestarts") or 0) - (
-            int(before.get("NRestarts") or 0) if before["ActiveState"] == "active" else 0
-        )
-        if tries > restarts:
-            restarts, phase, detail = (
-                tries,
-                "starting again",
-                f"try {tries + 1}: the one before failed ({now.get('Result')})",
-            )
-            if restarts >= 2:
-                raise _failed(
-                    unit, f"failed {restarts} times in a row, last in {seconds:.0f} s", lines, "", "START_LOOP"
-                )
+        # systemd counts a new try when it begins; a unit that waits for one has failed once more than that.
+        count = int(now.get("NRestarts") or 0)
+        base = min(base, count)
+        failures = count - base + sub.startswith("auto-restart")
+        if failures > restarts:
+            restarts, phase = failures, "starting again"
+            detail = f"try {failures} failed ({now.get('Result')}, exit status {now.get('ExecMainStatus')})"
+            if failures >= TRIES:
+                cause = f"failed {failures} times in a row ({now.get('Result')}), {seconds:.0f} s after the first start"
+                raise _failed(unit, cause, lines, "", "START_LOOP")
         if seconds > timeout:
             raise _failed(
                 unit,

@@ -17,7 +17,9 @@ _PROPERTIES = (
 _SECRETS = (
     re.compile(r"\bhf_[A-Za-z0-9]{8,}"),
     re.compile(r"(?i)(\bbearer\s+)[^\s'\",]+"),
-    re.compile(r"(?i)(\b(?:[a-z]+_)*(?:api[-_]?key|token|password|secret)['\"]?\s*[=:]\s*\[?['\"]?)[^\s'\",\])}]+"),
+    re.compile(
+        r"(?i)(\b(?:[a-z]+_)*(?:api[-_]?key|token|password|secret)['\"]?\s*[=:]\s*)(?:\[[^\]]*\]|['\"]?[^\s'\",\])}]+)"
+    ),
     re.compile(r"(?i)(--api-key\s+)\S+"),
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def test_two_stagers(tmp_path: Path) -> None:
 
 def test_disk_budget_comes_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_of(FILES) as hub:
-        monkeypatch.setattr(stage.shutil, "disk_usage", lambda _: type("U", (), {"free": stage.RESERVE + 300_000})())
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=stage.RESERVE + 300_000))
         error = refused(document(tmp_path, hub.url), "STAGE_DISK")
         assert re.search(r"300 kB to write.*512 MB|513 MB", error.cause)
         assert hub.requests == []

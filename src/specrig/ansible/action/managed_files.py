@@ -10,11 +10,12 @@
           - {host_program: true, dest: /usr/local/lib/specrig/specrig-host, mode: "0755"}
         absent: [/etc/specrig/old.env]
 
-`src` is looked up under the repository's templates/ (else as Ansible's template does) and rendered with the same semantics:
-trim_blocks on, lstrip_blocks off, one trailing newline kept. Also per file: mode (0644), owner and group (root), backup,
-merge (a JSON object whose keys are set in the file that is there).
-Returns changed, changed_files (destinations, removed paths and directories), backups ({dest: copy}), and a diff of what is not
-secret.
+`src` is looked up under the repository's templates/ (else as Ansible's template does) and rendered with the same
+semantics: trim_blocks on, lstrip_blocks off, one trailing newline kept. `vars` are added to the template's variables.
+Also per file: mode (0644; 0600 when secret), owner and group (who connects, root under become), backup (of a file that
+we did not write), if_missing (an existing content stays), merge (a JSON object whose keys are set in the file there).
+Returns changed, changed_files (destinations, directories, removed paths), backups ({dest: copy}), and a diff of what is
+not secret.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleActionFail
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 from ansible.template import trust_as_template
 
@@ -32,23 +34,9 @@ from specrig.host.build import build
 
 TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
 MANAGED = "Managed by specrig. Changes made here are replaced by its next run."
-_KEYS = {
-    *(
-        "src",
-        "content",
-        "host_program",
-        "dest",
-        "mode",
-        "owner",
-        "group",
-        "validate",
-        "backup",
-        "vars",
-        "secret",
-        "if_missing",
-        "merge",
-    ),
-}
+_SWITCHES = ("backup", "secret", "if_missing", "merge")
+_SENT = ("mode", "owner", "group", "validate", *_SWITCHES)
+_KEYS = {"src", "content", "host_program", "dest", "vars", *_SENT}
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -91,11 +79,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             raise AnsibleActionFail(
                 f"managed_files: {dest}: give dest and one of src, content or host_program, not {sources}"
             )
-        file = {
-            key: item[key]
-            for key in ("mode", "owner", "group", "validate", "backup", "secret", "if_missing", "merge")
-            if key in item
-        }
+        file: dict[str, Any] = {key: item[key] for key in _SENT if item.get(key) is not None}
+        file |= {key: boolean(file[key]) for key in _SWITCHES if key in file}
         file["dest"] = str(dest)
         if item.get("host_program"):
             return {**file, "base64": base64.b64encode(build()).decode()}
