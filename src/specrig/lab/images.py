@@ -124,14 +124,16 @@ def ensure(client: Any, name: str, dockerfile: str, files: Mapping[str, bytes], 
     return tag
 
 
+def base_tag(os_name: str) -> str:
+    """The tag of the plain Debian image of `os_name`. Raises LabError LAB_OS_UNKNOWN."""
+    if os_name not in DISTRIBUTIONS:
+        raise LabError("LAB_OS_UNKNOWN", f"no lab host runs {os_name!r}", f"use one of {', '.join(DISTRIBUTIONS)}")
+    return f"{PREFIX}base:{os_name}-{digest([DISTRIBUTIONS[os_name].suite, *_MMDEBSTRAP])}"
+
+
 def ensure_base(client: Any, os_name: str) -> str:
     """Return the tag of a plain Debian image: what is there, else from a registry, else made with mmdebstrap."""
-    try:
-        distribution = DISTRIBUTIONS[os_name]
-    except KeyError:
-        known = ", ".join(DISTRIBUTIONS)
-        raise LabError("LAB_OS_UNKNOWN", f"no lab host runs {os_name!r}", f"use one of {known}") from None
-    tag = f"{PREFIX}base:{os_name}-{digest([distribution.suite, *_MMDEBSTRAP])}"
+    tag, distribution = base_tag(os_name), DISTRIBUTIONS[os_name]
     with _building.setdefault(tag, threading.Lock()):
         if present(client, tag):
             return tag

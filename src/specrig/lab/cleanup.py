@@ -1,0 +1,51 @@
+"""Takes away what the lab has put on this machine's Docker: found by the lab's labels and names, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import Any
+
+from docker.errors import APIError, NotFound
+
+from specrig.lab import hosts, images, paths
+from specrig.lab.hosts import LABEL, NETWORK
+
+
+def idle(client: Any) -> None:
+    """After the last host of all labs: remove hub, network and interrupted builds. Volumes stay, for a warm next time."""
+    if hosts.find(client):
+        return
+    for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
+        with contextlib.suppress(NotFound):
+            container.remove(force=True, v=True)
+    for network in client.networks.list(names=[f"^{NETWORK}$"]):
+        with contextlib.suppress(APIError):  # someone else's container is on it
+            network.remove()
+
+
+def everything(client: Any) -> dict[str, int]:
+    """Remove all labs, the hub with its volumes, the network, the lab's images and caches; return how much of each."""
+    labs = {host.lab for host in hosts.find(client)}
+    count = {"hosts": sum(len(hosts.down(client, lab)) for lab in labs)}
+    idle(client)
+    volumes = client.volumes.list(filters={"label": LABEL})
+    for volume in volumes:
+        volume.remove(force=True)
+    count["volumes"] = len(volumes)
+    # Twice: an image on which another was built goes only after it.
+    count["images"] = sum(_remove_images(client) for _ in range(2))
+    shutil.rmtree(paths.cache("wheels"), ignore_errors=True)
+    return count
+
+
+def _remove_images(client: Any) -> int:
+    removed = 0
+    for image in client.images.list():
+        for tag in image.tags:
+            ours = tag.startswith(images.PREFIX) or (tag.startswith("127.0.0.1:") and "/engine-vllm-cpu:" in tag)
+            if ours:
+                with contextlib.suppress(APIError):
+                    client.images.remove(tag)
+                    removed += 1
+    return removed

@@ -1,0 +1,82 @@
+"""`rig lab`: throw-away hosts to converge against, and the hub and registry that they use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+
+from specrig.console import complain
+from specrig.lab import Lab, LabError, cleanup, engine, hosts
+from specrig.lab.images import DISTRIBUTIONS
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb `lab` and what it can do."""
+    parser = subparsers.add_parser(
+        "lab", help="throw-away hosts: containers that boot systemd and are reached over SSH"
+    )
+    parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--lab", default="lab", metavar="NAME", help="which lab (default: lab)")
+    shared.add_argument("--yes", action="store_true", help="install and start a Docker Engine without asking")
+
+    up = actions.add_parser("up", parents=[shared], help="bring hosts up; prints the inventory's path")
+    up.add_argument("names", nargs="*", default=["alpha"], metavar="NAME", help="host names (default: alpha)")
+    up.add_argument("--os", default="debian-13", choices=list(DISTRIBUTIONS))
+
+    ssh = actions.add_parser("ssh", parents=[shared], help="a shell on a host, or one command")
+    ssh.add_argument("name", metavar="NAME")
+    ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+
+    listing = actions.add_parser("list", parents=[shared], help="all hosts of all labs")
+    listing.add_argument("--json", action="store_true")
+
+    down = actions.add_parser("down", parents=[shared], help="remove hosts, and the hub after the last one")
+    down.add_argument("names", nargs="*", metavar="NAME", help="host names (default: all of the lab)")
+    down.add_argument("--all", action="store_true", help="all labs, with their images, models and caches")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out one action; 0 fine, 1 a named host was not there. Raises LabError."""
+    done: int = {"up": _up, "ssh": _ssh, "list": _list, "down": _down}[args.action](args)
+    return done
+
+
+def _up(args: argparse.Namespace) -> int:
+    print(Lab(args.lab, args.yes).up(dict.fromkeys(args.names, args.os)))
+    return 0
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    found = [host for host in Lab(args.lab, args.yes).hosts() if host.name == args.name]
+    if not found or found[0].status != "running":
+        state = found[0].status if found else "not there"
+        raise LabError("LAB_HOST_ABSENT", f"{args.name} is {state}", f"./rig lab up {args.name}")
+    command = hosts.ssh_command(found[0], args.command)
+    os.execvp(command[0], command)  # noqa: S606 - a list, no shell
+
+
+def _list(args: argparse.Namespace) -> int:
+    client = engine.connect()
+    found = hosts.find(client) if client else []
+    if args.json:
+        print(json.dumps({"hosts": [asdict(host) for host in found]}))
+    for host in found if not args.json else []:
+        print(f"{host.lab:12} {host.name:20} {host.os:10} {host.status:8} {host.address}")
+    return 0
+
+
+def _down(args: argparse.Namespace) -> int:
+    client = engine.connect()
+    if client is None:
+        complain("no Docker Engine answers, so no lab host is here")
+        return 0
+    if args.all:
+        print(", ".join(f"{number} {what}" for what, number in cleanup.everything(client).items()), "removed")
+        return 0
+    gone = Lab(args.lab, client=client).down(args.names)
+    print(f"removed: {', '.join(gone) or 'nothing'}")
+    return 1 if set(args.names) - set(gone) else 0
