@@ -49,8 +49,9 @@ def show(value: Any) -> str:
     if isinstance(value, str):
         text = value if len(value) <= 60 else value[:57] + "…"
         return ascii(text) if not text.isprintable() else f"'{text}'"
-    names = {dict: "a mapping", list: "a list"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -58,7 +59,10 @@ def plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, Mapping):
-        return {k if type(k) is str else str(k) if isinstance(k, str) else show(k): plain(v, depth + 1) for k, v in value.items()}
+        return {
+            k if type(k) is str else str(k) if isinstance(k, str) else show(k): plain(v, depth + 1)
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain(item, depth + 1) for item in value]
     return str(value) if isinstance(value, str) and type(value) is not str else value
@@ -115,7 +119,9 @@ def host_declaration(declaration: Any) -> tuple[HostDecl, list[Finding]]:
     try:
         ours = {k: plain(v) for k, v in declaration.items() if isinstance(k, str) and str(k).startswith("rig_")}
     except RecursionError:
-        return HostDecl.model_validate({}), [finding("NESTED_TOO_DEEP", f"a rig_ variable nests deeper than {MAX_DEPTH}")]
+        return HostDecl.model_validate({}), [
+            finding("NESTED_TOO_DEEP", f"a rig_ variable nests deeper than {MAX_DEPTH}")
+        ]
     decl, found = parse(HostDecl, ours)
     if decl is None:
         broken = {str(error["loc"][0]) for error in _errors(HostDecl, ours)}

@@ -5,17 +5,15 @@ from typing import Any
 
 from specrig.plan import versions
 from specrig.plan.catalog import Catalog, Gpu, catalog
+from specrig.plan.command import DRAFT_PATH, DRAIN_S, TARGET_PATH, values
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
+from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
-from specrig.plan.resolve import CPU_KV_GIB, Host, HostCard, Lock, Model, Service, resolve
+from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, resolve
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
-from specrig.plan.vram import MIB, kv_bytes_per_token
 
 HUB_ENDPOINT = "https://huggingface.co"
-TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
-DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
-NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
 
 
 def plan_host(
@@ -48,13 +46,14 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     found += faults
     cards, faults = _cards(claims, facts, known)
     found += faults
-    driver = facts.driver_version or (decl.rig_driver.version if decl.rig_driver else None)
-    branch = int(driver.split(".")[0]) if driver else decl.rig_driver.branch if decl.rig_driver else None
-    host = Host(str(name) if isinstance(name, str) else show(name), decl, cards, driver, branch, facts, known)
+    driver, branch = _driver_of(decl, facts)
+    label = str(name) if isinstance(name, str) else show(name)
+    clear = all(f.code not in ("GPU_UNKNOWN", "GPU_CLAIM_MISMATCH", "WRONG_TYPE", "FACTS_INVALID") for f in found)
+    host = Host(label, decl, cards, clear, driver, branch, facts, known)
     services: list[Service] = []
     if not (decl.rig_profile is not None and profile is None and not decl.rig_services):
         declared, faults = service_declarations(decl, profile)
-        found += faults
+        found += [f for f in faults if f.code != "NOTHING_DECLARED" or not found]
         for item in declared:
             service, faults = resolve(item, host, lock)
             found += faults
@@ -71,6 +70,17 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
         refusals=tuple(f for f in found if CODES[f.code].level == "refusal"),
         warnings=tuple(f for f in found if CODES[f.code].level == "warning"),
     )
+
+
+def _driver_of(decl: HostDecl, facts: Facts) -> tuple[str | None, int | None]:
+    """Exact version and branch: what is declared (it shall become so) beats what is there."""
+    wanted = decl.rig_driver
+    version = wanted.version if wanted else None
+    branch = wanted.branch if wanted else None
+    have = facts.driver_version
+    if wanted is None or (version is None and have is not None and branch == int(have.split(".")[0])):
+        version = have
+    return version, int(version.split(".")[0]) if version and branch is None else branch
 
 
 def _named(service: Service, found: Finding) -> Finding:
@@ -98,12 +108,15 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
         gpu = known.gpus.get(claim.name)
         if gpu is None:
             fix = f"rig_gpus: one of {', '.join(known.gpus)}, or add the card to catalog/gpus.yml"
-            found.append(finding("GPU_UNKNOWN", f"rig_gpus names {show(claim.name)}, which the catalog does not have", fix))
+            found.append(
+                finding("GPU_UNKNOWN", f"rig_gpus names {show(claim.name)}, which the catalog does not have", fix)
+            )
         else:
             claimed += [(claim.name, gpu, claim)] * claim.count
     if facts.gpus is None or found:
         return tuple(
-            HostCard(i, key, gpu, gpu.vram_mib, claim.display, claim.nvlink) for i, (key, gpu, claim) in enumerate(claimed)
+            HostCard(i, key, gpu, gpu.vram_mib, claim.display, claim.nvlink)
+            for i, (key, gpu, claim) in enumerate(claimed)
         ), found
     seen = [_gpu_named(fact.name, known) for fact in facts.gpus]
     unknown = [fact.name for fact, key in zip(facts.gpus, seen, strict=True) if key is None]
@@ -136,48 +149,15 @@ def _host_json(host: Host) -> dict[str, Any]:
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "speculation": host.decl.rig_speculation,
         "gpus": [
-            {"index": card.index, "name": card.key, "title": card.gpu.title, "uuid": card.uuid, "vram_mib": card.total_mib}
+            {
+                "index": card.index,
+                "name": card.key,
+                "title": card.gpu.title,
+                "uuid": card.uuid,
+                "vram_mib": card.total_mib,
+            }
             for card in host.cards
         ],
-    }
-
-
-def _values(service: Service) -> dict[str, Any]:
-    """What the dialect's tables may name."""
-    decl, method = service.decl, service.method if service.speculates else "none"
-    draft = method in ("draft_model", "pard", "eagle3")
-    several = service.tp > 1
-    values: dict[str, Any] = {
-        "always": True,
-        "quiet": True,
-        "target_path": TARGET_PATH,
-        "served_name": decl.served_name or decl.name,
-        "host": "0.0.0.0",  # noqa: S104  # inside the container; the host side publishes on `bind`
-        "port": service.engine.container_port,
-        "max_model_len": decl.max_model_len,
-        "max_num_seqs": decl.max_num_seqs,
-        "gpu_memory_utilization": f"{decl.gpu_memory_utilization:g}" if service.cuda else None,
-        "tensor_parallel": service.tp if several else None,
-        "executor": "mp" if several else None,
-        "no_custom_all_reduce": several and not service.bridged,
-        "no_p2p": several and service.host.facts.p2p in (None, "none") and not service.bridged,
-        "eager": service.eager,
-        "reasoning_parser": service.target.reasoning_parser,
-        "reasoning_parser_switch": service.target.reasoning_parser is not None,
-        "drain_s": DRAIN_S,
-    }
-    if method == "none":
-        return values
-    return values | {
-        "k": service.k,
-        "spec_method": "draft_model" if method == "pard" else method,
-        "spec_model": DRAFT_PATH if draft else None,
-        "spec_model_legacy": DRAFT_PATH if draft else "[ngram]",
-        "draft_tensor_parallel": service.draft_tp if draft and (several or decl.draft_tensor_parallel) else None,
-        "parallel_drafting": method == "pard",
-        "heterogeneous_vocab": service.vocab == "heterogeneous",
-        "runner_v1": service.cuda and method in ("draft_model", "pard"),
-        **(NGRAM if method == "ngram" else {}),
     }
 
 
@@ -186,7 +166,7 @@ def _mount(artefact: Mapping[str, Any], inside: str) -> dict[str, Any]:
 
 
 def _render(host: Host, service: Service) -> ServicePlan:
-    decl, values = service.decl, _values(service)
+    decl, said = service.decl, values(service)
     graphs = service.cuda and not service.eager
     root = host.decl.rig_models_root
     models = [_mount(_artefact(root, service.target), TARGET_PATH)]
@@ -200,15 +180,15 @@ def _render(host: Host, service: Service) -> ServicePlan:
         image=service.image,
         device=decl.device,
         entrypoint=list(service.speaking.entrypoint),
-        argv=service.speaking.argv(values) + decl.extra_args,
-        env={**service.speaking.env(values), **decl.env},
+        argv=service.speaking.argv(said) + decl.extra_args,
+        env={**service.speaking.env(said), **decl.env},
         ports=[{"bind": decl.bind, "port": decl.port, "container_port": service.engine.container_port}],
         unit=f"specrig-{decl.name}.service",
         models=models,
         # Tensor-parallel workers exchange through /dev/shm; it is a limit, not a reservation.
         shm_size_mb=10240 if service.tp > 1 else 1024,
         gpus=list(service.gpus),
-        served_name=values["served_name"],
+        served_name=said["served_name"],
         health_path=service.engine.health_path,
         k=service.k if service.speculates else 0,
         method=service.method if service.speculates else "none",
@@ -216,7 +196,7 @@ def _render(host: Host, service: Service) -> ServicePlan:
         start_timeout_s=900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
         stop_timeout_s=DRAIN_S + 40,
         vram=_memory(service),
-        pair={},
+        pair=pair_json(service),
         notes=list(decl.notes),
     )
 
@@ -224,14 +204,7 @@ def _render(host: Host, service: Service) -> ServicePlan:
 def _memory(service: Service) -> dict[str, Any]:
     if service.ledger is not None:
         return service.ledger.as_json()
-    if service.cuda:
-        return {}
-    space = service.decl.env.get("VLLM_CPU_KVCACHE_SPACE", "")
-    gib = int(space) if space.isascii() and space.isdigit() and len(space) < 5 else CPU_KV_GIB
-    per_token = kv_bytes_per_token(service.target.config, 1)
-    if service.uses_draft and service.draft is not None:
-        per_token += kv_bytes_per_token(service.draft.config, 1)
-    return {"device": "cpu", "kv_mib": gib * 1024, "kv_bytes_per_token": per_token, "kv_tokens": gib * 1024 * MIB // per_token}
+    return {} if service.cuda else cpu_cache(service)
 
 
 def artefact_id(model: Model, pad: int | None = None) -> str:
@@ -282,5 +255,5 @@ def _driver(host: Host, services: list[Service]) -> dict[str, Any]:
         "have": host.driver or (str(host.driver_branch) if host.driver_branch else None),
         "min_version": need.min_driver,
         "cuda": cuda,
-        "reason": f"{service.decl.engine} {service.version} carries CUDA {cuda}, which needs driver {need.min_driver} or newer",
+        "reason": f"{service.decl.engine} {service.version} carries CUDA {cuda}: driver {need.min_driver} or newer",
     }

@@ -19,7 +19,9 @@ def _host(name: str, plan: HostPlan) -> str:
     gpus = ", ".join(gpu["title"] for gpu in plan.host.get("gpus", [])) or "no GPU"
     lines = [f"{name}: {plan.host.get('profile') or 'no profile'} on {gpus}" + ("" if plan.ok else "  REFUSED")]
     if plan.driver:
-        have = f"has {plan.driver['have']}" if plan.driver["have"] else f"branch {plan.driver['branch']} to be installed"
+        have = (
+            f"has {plan.driver['have']}" if plan.driver["have"] else f"branch {plan.driver['branch']} to be installed"
+        )
         lines.append(f"  driver: {have}; {plan.driver['reason']}")
     for service in plan.services:
         lines += ["", *_service(service)]
@@ -41,7 +43,9 @@ def flags(argv: list[str]) -> list[str]:
     """One line per flag, its value beside it, quoted where a shell would need it."""
     lines: list[str] = []
     for word in argv:
-        value = word if word.replace("_", "").replace("/", "").replace(".", "").replace("-", "").isalnum() else f"'{word}'"
+        value = (
+            word if word.replace("_", "").replace("/", "").replace(".", "").replace("-", "").isalnum() else f"'{word}'"
+        )
         if lines and not word.startswith("--") and lines[-1].startswith("--") and " " not in lines[-1]:
             lines[-1] += f" {value}"
         else:

@@ -104,6 +104,7 @@ class Host:
     name: str
     decl: HostDecl
     cards: tuple[HostCard, ...]
+    cards_clear: bool  # False: the cards could not be made out, so rules about them stay silent
     driver: str | None  # exact version, where known
     driver_branch: int | None
     facts: Facts
@@ -237,7 +238,10 @@ def pick_version(decl: ServiceDecl, method: Method, host: Host, cards: tuple[Hos
         image = engine.image_of(version)
         need = versions.key(host.catalog.drivers.cuda[image.cuda].min_driver)
         fits_driver = host.driver_key is None or host.driver_key >= need
-        return fits_driver and all(versions.key(image.min_compute) <= versions.key(c.gpu.compute) <= versions.key(image.max_compute) for c in cards)
+        return fits_driver and all(
+            versions.key(image.min_compute) <= versions.key(c.gpu.compute) <= versions.key(image.max_compute)
+            for c in cards
+        )
 
     return next((v for v in reversed(engine.versions) if runs(v)), engine.versions[-1])
 
@@ -282,6 +286,17 @@ def with_memory(service: Service) -> Service:
     return replace(service, eager=eager, eager_forced=forced, ledger=account)
 
 
+def cpu_cache(service: Service) -> dict[str, Any]:
+    """The KV cache of a CPU service: {device, kv_mib, kv_bytes_per_token, kv_tokens}."""
+    space = service.decl.env.get("VLLM_CPU_KVCACHE_SPACE", "")
+    gib = int(space) if space.isascii() and space.isdigit() and 0 < len(space) < 5 else CPU_KV_GIB
+    per_token = vram.kv_bytes_per_token(service.target.config, 1)
+    if service.uses_draft and service.draft is not None:
+        per_token += vram.kv_bytes_per_token(service.draft.config, 1)
+    tokens = gib * 1024 * vram.MIB // per_token
+    return {"device": "cpu", "kv_mib": gib * 1024, "kv_bytes_per_token": per_token, "kv_tokens": tokens}
+
+
 def _cards_of(decl: ServiceDecl, host: Host) -> tuple[tuple[HostCard, ...], tuple[int | str, ...]]:
     if decl.device == "cpu":
         return (), ()
@@ -290,7 +305,9 @@ def _cards_of(decl: ServiceDecl, host: Host) -> tuple[tuple[HostCard, ...], tupl
     by_index: dict[int | str, HostCard] = {card.index: card for card in host.cards}
     found = [by_index.get(gpu) if isinstance(gpu, int) else by_uuid.get(gpu) for gpu in wanted]
     if host.cards and any(isinstance(gpu, str) for gpu in wanted) and not by_uuid:
-        found = [host.cards[i] if i < len(host.cards) else None for i in range(len(wanted))]  # no facts: assume in order
+        found = [
+            host.cards[i] if i < len(host.cards) else None for i in range(len(wanted))
+        ]  # no facts: assume in order
     return tuple(card for card in found if card is not None), wanted
 
 

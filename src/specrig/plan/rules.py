@@ -1,21 +1,40 @@
-"""Every rule the plan is judged by: small functions that yield findings, and the two lists that are run."""
+"""Every rule the plan is judged by, in the order it is told. A rule is a function that yields findings."""
 
 from collections.abc import Callable, Iterator
 
-from specrig.plan.refusals import finding
+from specrig.plan import compat, exposure, memory, pairing
 from specrig.plan.resolve import Host, Service
 from specrig.plan.types import Finding
 
 ServiceRule = Callable[[Service], Iterator[Finding]]
 HostRule = Callable[[Host, list[Service]], Iterator[Finding]]
 
-
-def models_are_locked(s: Service) -> Iterator[Finding]:
-    """Nothing can be staged without a revision."""
-    for model in [s.target, *([s.draft] if s.uses_draft and s.draft else [])]:
-        if model.locked is None:
-            yield finding("MODEL_UNLOCKED", f"{model.ref.repo} is not locked", f"./rig models lock {model.ref.repo}")
-
-
-SERVICE_RULES: list[ServiceRule] = [models_are_locked]
-HOST_RULES: list[HostRule] = []
+SERVICE_RULES: list[ServiceRule] = [
+    compat.image_is_pinned,
+    compat.method_exists,
+    compat.k_is_sound,
+    compat.concurrency_is_low,
+    compat.cards_serve,
+    compat.parallel_divides,
+    compat.driver_runs_image,
+    compat.draft_keeps_graphs,
+    pairing.pair_makes_sense,
+    pairing.tokenizers_match,
+    pairing.vocabularies_meet,
+    pairing.it_can_pay,
+    pairing.models_are_locked,
+    memory.context_is_known,
+    memory.it_fits,
+    memory.graphs_are_kept,
+    memory.cpu_cache_fits,
+    exposure.bind_is_safe,
+    exposure.arguments_are_ours,
+    exposure.environment_is_clean,
+    compat.version_is_safe,
+]
+HOST_RULES: list[HostRule] = [
+    compat.driver_is_consistent,
+    memory.cards_are_shared_within_bounds,
+    exposure.ports_are_free,
+    exposure.key_is_strong,
+]

@@ -86,7 +86,9 @@ class HostDecl(Declared):
     rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
-    rig_docker_daemon_options: dict[str, Any] = Field({}, description="keys to set in Docker's daemon.json; others stay")
+    rig_docker_daemon_options: dict[str, Any] = Field(
+        {}, description="keys to set in Docker's daemon.json; others stay"
+    )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
     rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
 

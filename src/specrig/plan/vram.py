@@ -1,8 +1,8 @@
 """Where a card's memory goes: weights, draft, KV cache, activations, CUDA graphs, context, display.
 
 Sizes are MiB unless a name says bytes. Formulae and constants are estimates with an error band; real bytes of a locked
-model replace the weight formula. Checked against vLLM 0.26.0 on an H200 with the 14B AWQ and the 1.5B draft: weights
-13.04 GiB, KV bytes per token, peak activation 1.61-1.79 GiB at 16384 profiled tokens, context 0.25 GiB, graphs 0.23 GiB.
+model replace the weight formula. Held against vLLM 0.26.0 on an H200, 14B AWQ with the 1.5B draft (tests): weights 13.04
+GiB, KV bytes per token, peak activation 1.61-1.79 GiB at 16384 profiled tokens, context 0.25 GiB, graphs 0.23 GiB.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ AWQ_GROUP = 128
 QUANTISED_4BIT = ("awq", "gptq", "awq_marlin", "gptq_marlin")
 CONTEXT_MIB = 350  # CUDA context and cuBLAS workspaces (0.25 GiB measured on one H200; GeForce a little more, recall)
 NCCL_MIB = 400  # more of it per card when tensor parallel (recall)
+START_MIB = 400  # what a fresh process already misses of the card (0.5 of 139.8 GiB measured on one H200)
 DISPLAY_MIB = 900  # a desktop session (bench.md 4.2: 15-20 % of the context of a 24 GB card)
 BAND_MIB, BAND_SHARE = 400, 0.02  # error band: fixed part, and the share of formula-sized weights
 
@@ -213,7 +214,9 @@ def graphs_mib(demand: Demand) -> int:
 def _account(demand: Demand, index: int) -> CardLedger:
     card, target, draft = demand.cards[index], demand.target, demand.draft
     traits, tp = demand.traits, demand.target.tp
-    rows = [Row("target weights", target.weights // tp // MIB, True, "real bytes" if target.exact else "from the shape")]
+    rows = [
+        Row("target weights", target.weights // tp // MIB, True, "real bytes" if target.exact else "from the shape")
+    ]
     token = kv_bytes_per_token(target.config, tp)
     if draft and index < draft.tp:
         note = "real bytes" if draft.exact else "from the shape"
@@ -224,6 +227,7 @@ def _account(demand: Demand, index: int) -> CardLedger:
     rows.append(Row("CUDA context", CONTEXT_MIB + (NCCL_MIB if tp > 1 else 0), True, "with NCCL" if tp > 1 else ""))
     if demand.graphs:
         rows.append(Row("CUDA graphs", graphs_mib(demand), bool(traits["graphs_in_budget"])))
+    rows.append(Row("free at start", START_MIB, False, "must stay outside the budget"))
     if card.display_mib:
         rows.append(Row("display and others", card.display_mib, False))
     budget = int(card.visible_mib * demand.utilization)

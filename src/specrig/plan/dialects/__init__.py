@@ -34,6 +34,9 @@ class Dialect:
     env_rows: tuple[tuple[str, str, str], ...]
     traits: Mapping[str, Any]
     known: Mapping[str, bool]  # every flag of the tables: is it accepted by this version?
+    owned: frozenset[str]  # flags that the plan writes, in any version
+    owned_env: Mapping[str, str]  # variables a person may not set, and what to do instead
+    short: Mapping[str, str]
 
     def argv(self, values: Values) -> list[str]:
         """The arguments that follow the entry point."""
@@ -70,6 +73,10 @@ def dialect(engine: str, version: str) -> Dialect:
         env_rows=tuple((row["name"], row["from"], row.get("value", "1")) for row in now(tables["env"])),
         traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
         known={row["flag"]: any(r["flag"] == row["flag"] for r in now(every)) for row in every if row["flag"]},
+        owned=frozenset(row["flag"] for row in tables["flags"] if row["flag"])
+        - {row["flag"] for row in tables["known"]},
+        owned_env=tables["owned_env"],
+        short=tables["short"],
     )
 
 
@@ -78,6 +85,13 @@ def method_works(engine: str, method: str, version: str) -> bool:
     """Does `version` have this speculation method?"""
     at = versions.key(version)
     return any(versions.within(at, window) for window in _tables(engine)["methods"][method]["windows"])
+
+
+def speculative_parts(engine: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The flags and variables that exist only for speculation: all that the one switch may change."""
+    tables = _tables(engine)
+    flags = frozenset(row["flag"] for row in tables["flags"] if row.get("speculative"))
+    return flags, frozenset(row["name"] for row in tables["env"] if row.get("speculative"))
 
 
 def nearest(engine: str, known: list[str], version: str, method: str) -> list[str]:

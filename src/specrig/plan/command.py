@@ -1,0 +1,49 @@
+"""From a resolved service to the values that a dialect's tables name."""
+
+from typing import Any
+
+from specrig.plan.resolve import Service
+
+TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
+DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
+NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
+
+
+def values(service: Service) -> dict[str, Any]:
+    """What the dialect's tables may name."""
+    decl, method = service.decl, service.method if service.speculates else "none"
+    draft = method in ("draft_model", "pard", "eagle3")
+    several = service.tp > 1
+    said: dict[str, Any] = {
+        "always": True,
+        "quiet": True,
+        "target_path": TARGET_PATH,
+        "served_name": decl.served_name or decl.name,
+        "host": "0.0.0.0",  # noqa: S104  # inside the container; the host side publishes on `bind`
+        "port": service.engine.container_port,
+        "max_model_len": decl.max_model_len,
+        "max_num_seqs": decl.max_num_seqs,
+        "gpu_memory_utilization": f"{decl.gpu_memory_utilization:g}" if service.cuda else None,
+        "tensor_parallel": service.tp if several else None,
+        "executor": "mp" if several else None,
+        "no_custom_all_reduce": several and not service.bridged,
+        "no_p2p": several and service.host.facts.p2p in (None, "none") and not service.bridged,
+        "eager": service.eager,
+        "reasoning_parser": service.target.reasoning_parser,
+        "reasoning_parser_switch": service.target.reasoning_parser is not None,
+        "drain_s": DRAIN_S,
+        "engine_v0": service.cuda and service.method in ("draft_model", "pard"),
+    }
+    if method == "none":
+        return said
+    return said | {
+        "k": service.k,
+        "spec_method": "draft_model" if method == "pard" else method,
+        "spec_model": DRAFT_PATH if draft else None,
+        "spec_model_legacy": DRAFT_PATH if draft else "[ngram]",
+        "draft_tensor_parallel": service.draft_tp if draft and (several or decl.draft_tensor_parallel) else None,
+        "parallel_drafting": method == "pard",
+        "heterogeneous_vocab": service.vocab == "heterogeneous",
+        "runner_v1": service.cuda and method in ("draft_model", "pard"),
+        **(NGRAM if method == "ngram" else {}),
+    }

@@ -1,0 +1,223 @@
+"""Versions, methods, images, drivers and cards: what runs on what."""
+
+import re
+from collections.abc import Iterator
+
+from specrig.plan import versions
+from specrig.plan.declare import show
+from specrig.plan.dialects import method_works, nearest
+from specrig.plan.refusals import finding
+from specrig.plan.resolve import Host, Service, pick_version
+from specrig.plan.types import MAX_K_UNMEASURED, Finding
+
+_IMAGE = re.compile(
+    r"(?P<name>[a-z0-9][a-z0-9._-]*(?::\d{1,5})?(?:/[a-z0-9][a-z0-9._-]*)*)(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?"
+    r"(?:@sha256:(?P<digest>[0-9a-f]{64}))?\Z",
+    re.ASCII,
+)
+_TAG_VERSION = re.compile(r"v?(\d+\.\d+\.\d+(?:\.post\d+|\.\d+)?)(?![\d.])")
+MOVING_TAGS = ("latest", "nightly", "main", "stable", "edge", "dev")
+# Speculation spends idle arithmetic; a full batch has none. 4090: 1.72x at batch 1, nothing at 16 (vLLM PR #13849).
+MAX_SEQS_SPECULATING, WARN_SEQS_SPECULATING = 16, 8
+
+
+def image_is_pinned(s: Service) -> Iterator[Finding]:
+    """A tag that moves makes a rebuild another machine."""
+    match = _IMAGE.match(s.image)
+    if s.cuda is False and s.decl.image is None:
+        yield finding("IMAGE_NOT_FOR_CPU", f"device is cpu, and the official image {s.image} is a CUDA build")
+    if match is None:
+        yield finding("IMAGE_INVALID", f"image is {show(s.image)}, not name:tag or name:tag@sha256:<64 hex>")
+        return
+    tag, digest = match["tag"], match["digest"]
+    if (tag is None and digest is None) or tag in MOVING_TAGS:
+        fix = f"image: {s.engine.image.format(version=s.version)}"
+        yield finding(
+            "IMAGE_LATEST", f"image is {show(s.image)}, which moves" + ("" if tag else " (no tag means latest)"), fix
+        )
+        return
+    named = _TAG_VERSION.match(tag or "")
+    if named and versions.parse(named[1]) != versions.key(s.version):
+        fix = f"version: {named[1]}, or another image"
+        yield finding("IMAGE_VERSION_MISMATCH", f"image {show(s.image)} says {named[1]}, version says {s.version}", fix)
+
+
+def method_exists(s: Service) -> Iterator[Finding]:
+    """Speculation methods come and go between versions."""
+    if s.speculates and not method_works(s.decl.engine, s.method, s.version):
+        near = nearest(s.decl.engine, s.engine.versions, s.version, s.method)
+        cause = f"{s.decl.engine} {s.version} has no method {s.method}; nearest that have it: {' and '.join(near)}"
+        yield finding(
+            "METHOD_VERSION_WINDOW", cause, f"version: {near[-1]}" + (f" (or {near[0]})" if len(near) > 1 else "")
+        )
+
+
+def k_is_sound(s: Service) -> Iterator[Finding]:
+    """K, the method and the draft must say the same thing."""
+    k, method, draft = s.decl.k, s.method, s.draft
+    if k == 0 and (draft is not None or method != "none"):
+        what = f"draft {draft.ref.repo}" if draft else f"method {method}"
+        yield finding("K_ZERO_WITH_DRAFT", f"k is 0, yet {what} is declared")
+    if k and method == "none":
+        yield finding("K_WITHOUT_METHOD", f"k is {k}, yet the method is none")
+    if k and k > MAX_K_UNMEASURED and not s.decl.k_measured_reason:
+        yield finding("K_UNMEASURED", f"k is {k}, above {MAX_K_UNMEASURED}, without k_measured_reason")
+    if method in ("draft_model", "pard", "eagle3") and draft is None:
+        yield finding("DRAFT_MISSING", f"method {method} needs a draft")
+    if method in ("ngram", "none") and draft is not None:
+        yield finding("DRAFT_UNUSED", f"draft {draft.ref.repo} is declared, yet method {method} uses none")
+    if draft is not None and method in ("draft_model", "pard", "eagle3"):
+        needs = {"draft_model": ("causal", "pard"), "pard": ("pard", "causal"), "eagle3": ("eagle3", "causal")}[method]
+        known = s.host.catalog.models.get(draft.ref.repo)
+        if known is not None and (draft.kind not in needs or (method != "draft_model" and draft.kind != needs[0])):
+            yield finding(
+                "DRAFT_KIND", f"{draft.ref.repo} is a {draft.kind} model; method {method} takes a {needs[0]} one"
+            )
+
+
+def concurrency_is_low(s: Service) -> Iterator[Finding]:
+    """Speculation under high concurrency is slower than none."""
+    if not s.speculates or s.decl.max_num_seqs <= WARN_SEQS_SPECULATING:
+        return
+    seqs = s.decl.max_num_seqs
+    if seqs > MAX_SEQS_SPECULATING:
+        cause = f"max_num_seqs is {seqs} with speculation on; above {MAX_SEQS_SPECULATING} it costs throughput"
+        yield finding(
+            "SPEC_HIGH_CONCURRENCY", cause, f"max_num_seqs: {WARN_SEQS_SPECULATING}, or rig_speculation: false"
+        )
+    else:
+        yield finding(
+            "SPEC_CONCURRENCY", f"max_num_seqs is {seqs}; speculation gains little above {WARN_SEQS_SPECULATING}"
+        )
+
+
+def cards_serve(s: Service) -> Iterator[Finding]:
+    """The service's cards must exist, be as many as TP, and be built for."""
+    have, tp = len(s.host.cards), s.tp
+    if not s.cuda:
+        if s.decl.gpus:
+            yield finding("GPUS_ON_CPU", f"device is cpu, yet gpus lists {len(s.decl.gpus)}")
+        if tp > 1:
+            yield finding("TP_ON_CPU", f"device is cpu, yet tensor_parallel is {tp}")
+        return
+    if not s.host.cards_clear:
+        return
+    if have == 0:
+        yield finding("DEVICE_NEEDS_GPU", "device is cuda, yet the host declares no card")
+        return
+    if tp > have:
+        yield finding(
+            "TP_EXCEEDS_GPUS", f"tensor_parallel is {tp}, the host has {have} card(s)", f"tensor_parallel: {have}"
+        )
+        return
+    if len(set(s.gpus)) < len(s.gpus):
+        yield finding("GPU_LISTED_TWICE", "gpus lists a card twice")
+    elif len(s.cards) < len(s.gpus):
+        yield finding(
+            "GPU_INDEX_UNKNOWN", f"gpus names {len(s.gpus)} card(s), {len(s.cards)} of them exist (0 to {have - 1})"
+        )
+    elif len(s.gpus) != tp:
+        yield finding(
+            "GPUS_TP_MISMATCH",
+            f"gpus lists {len(s.gpus)} card(s), tensor_parallel is {tp}",
+            f"tensor_parallel: {len(s.gpus)}",
+        )
+    if len({card.key for card in s.cards}) > 1:
+        yield finding("TP_MIXED_CARDS", f"tensor parallel over {' and '.join(dict.fromkeys(c.key for c in s.cards))}")
+    image = s.engine.image_of(s.version)
+    for card in {card.key: card for card in s.cards}.values():
+        compute = versions.key(card.gpu.compute)
+        if compute < versions.key(image.min_compute):
+            cause = f"{card.gpu.title} is compute {card.gpu.compute}, {s.version}'s image starts at {image.min_compute}"
+            yield finding("GPU_TOO_OLD", cause)
+        if compute > versions.key(image.max_compute):
+            cause = f"{card.gpu.title} is compute {card.gpu.compute}, {s.version}'s image ends at {image.max_compute}"
+            yield finding("GPU_TOO_NEW", cause, f"version: {pick_version(s.decl, s.method, s.host, s.cards, s.engine)}")
+
+
+def parallel_divides(s: Service) -> Iterator[Finding]:
+    """Tensor parallelism splits attention heads evenly, and drafts have rules of their own."""
+    tp, asked = s.tp, s.decl.draft_tensor_parallel
+    for model in (s.target, *([s.draft] if s.uses_draft and s.draft and s.draft_tp > 1 else [])):
+        heads, kv = model.config.num_attention_heads, model.config.num_key_value_heads
+        if heads % tp or (kv % tp and tp % kv):
+            yield finding(
+                "TP_DOES_NOT_DIVIDE",
+                f"tensor_parallel {tp} does not divide {model.ref.repo}'s {heads} heads ({kv} of KV)",
+            )
+    if not s.uses_draft or asked is None:
+        return
+    rule = s.speaking.traits["draft_tp"]
+    if rule == "target" and asked != tp:
+        cause = f"draft_tensor_parallel is {asked}, tensor_parallel is {tp}; {s.version} takes only equal ones"
+        yield finding("DRAFT_TP", cause, "leave draft_tensor_parallel out")
+    if rule == "one_or_target" and asked not in (1, tp):
+        cause = f"draft_tensor_parallel is {asked}; {s.version} takes 1 or tensor_parallel ({tp})"
+        yield finding("DRAFT_TP", cause, "draft_tensor_parallel: 1")
+
+
+def driver_runs_image(s: Service) -> Iterator[Finding]:
+    """The host's driver must be as new as the image's CUDA; GeForce cards have no way around it."""
+    branch = s.host.driver_branch
+    if not s.cuda or s.host.driver_key is None or branch is None:
+        return
+    if any(branch < card.gpu.min_driver for card in s.cards):
+        return  # the card itself needs a newer one; driver_is_consistent says so
+    image = s.engine.image_of(s.version)
+    need, have = s.host.catalog.drivers.cuda[image.cuda], s.host.driver or s.host.driver_branch
+    if s.host.driver_key < versions.key(need.min_driver):
+        cause = f"driver {have} is older than {need.min_driver}, which CUDA {image.cuda} in {s.version}'s image needs"
+        runs = pick_version(s.decl, s.method, s.host, s.cards, s.engine)
+        fix = f"rig_driver: {{branch: {need.branch}}}"
+        if runs != s.version and not s.decl.image:
+            image_of = s.engine.image_of(runs)
+            if s.host.driver_key >= versions.key(s.host.catalog.drivers.cuda[image_of.cuda].min_driver):
+                fix += f", or version: {runs}"
+        forward = s.cards and all(card.gpu.family != "geforce" for card in s.cards)
+        yield finding("DRIVER_COMPAT" if forward else "DRIVER_TOO_OLD", cause, fix)
+    elif s.decl.version == "auto" and s.version != s.engine.versions[-1]:
+        cause = f"driver {have} holds the engine at {s.version}; the newest is {s.engine.versions[-1]}"
+        yield finding("ENGINE_HELD_BACK", cause, f"rig_driver: {{branch: {s.host.catalog.drivers.branches[-1]}}}")
+
+
+def driver_is_consistent(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """Branch and version must agree, and the card must know the driver."""
+    wanted = host.decl.rig_driver
+    if wanted and wanted.branch and wanted.version and int(wanted.version.split(".")[0]) != wanted.branch:
+        yield finding("DRIVER_CONTRADICTION", f"rig_driver says branch {wanted.branch} and version {wanted.version}")
+    if host.driver_branch is not None:
+        for card in {card.key: card for card in host.cards}.values():
+            if host.driver_branch < card.gpu.min_driver:
+                cause = f"{card.gpu.title} needs driver {card.gpu.min_driver}, the host's is {host.driver_branch}"
+                yield finding(
+                    "DRIVER_TOO_OLD_FOR_CARD", cause, f"rig_driver: {{branch: {max(580, card.gpu.min_driver)}}}"
+                )
+
+
+def version_is_safe(s: Service) -> Iterator[Finding]:
+    """Old versions carry published weaknesses."""
+    floor = s.engine.security_floor
+    at = versions.key(s.version)
+    if at >= versions.key(floor):
+        return
+    hit = [a for a in s.engine.advisories if versions.key(a.since) <= at < versions.key(a.fixed)]
+    names = ", ".join(a.id for a in sorted(hit, key=lambda a: versions.key(a.fixed), reverse=True)[:3])
+    more = f" and {len(hit) - 3} more" if len(hit) > 3 else ""
+    yield finding(
+        "SECURITY_FLOOR", f"{s.version} is below {floor}: {names}{more}", f"version: {floor}, and keep bind on loopback"
+    )
+
+
+def draft_keeps_graphs(s: Service) -> Iterator[Finding]:
+    """Some versions run a draft model without CUDA graphs whatever the flags say."""
+    draft_model = s.uses_draft and s.method in ("draft_model", "pard")
+    if (
+        s.cuda
+        and draft_model
+        and not s.eager
+        and not s.speaking.traits["draft_graphs"]
+        and s.speaking.traits["engine"] == "V1"
+    ):
+        yield finding(
+            "DRAFT_EAGER", f"{s.version} runs draft models without CUDA graphs; 0.26.0 is the first that keeps them"
+        )

@@ -1,0 +1,123 @@
+"""What is reachable and what is readable: addresses, ports, keys, arguments, environment."""
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from specrig.plan.command import values
+from specrig.plan.declare import show
+from specrig.plan.refusals import finding
+from specrig.plan.resolve import Host, Service
+from specrig.plan.types import Finding
+
+MIN_KEY = 16
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z", re.ASCII)
+_SECRET_ENV = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
+_SECRET_FLAGS = ("--api-key", "--hf-token")
+_FORCED_SLOW = "awq"
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def bind_is_safe(s: Service) -> Iterator[Finding]:
+    """Off loopback only with a key that a person chose."""
+    address = _address(s.decl.bind)
+    if address is None:
+        yield finding("BIND_INVALID", f"bind is {show(s.decl.bind)}, not an IP address")
+    elif not address.is_loopback and s.host.decl.rig_api_key is None:
+        yield finding(
+            "BIND_EXPOSED_WITHOUT_KEY", f"bind is {s.decl.bind}, reachable from the network, and rig_api_key is not set"
+        )
+
+
+def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """A key is vaulted, or at least long. Its text appears in no message."""
+    key = host.decl.rig_api_key
+    if key is None or (isinstance(key, Mapping) and "__ansible_vault" in key):
+        return
+    if not isinstance(key, str):
+        yield finding(
+            "API_KEY_INVALID",
+            f"rig_api_key is {show(key) if not isinstance(key, int | float) else 'a number'}, not text",
+        )
+    elif len(key) < MIN_KEY:
+        yield finding("API_KEY_INVALID", f"rig_api_key has {len(key)} characters, {MIN_KEY} are the least")
+    elif not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
+        yield finding("API_KEY_INVALID", "rig_api_key has a space, a control character or a letter beyond ASCII")
+
+
+def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
+    """Two services can not publish the same port on the same address."""
+    for i, one in enumerate(services):
+        for other in services[:i]:
+            if one.decl.port != other.decl.port:
+                continue
+            a, b = _address(one.decl.bind), _address(other.decl.bind)
+            if a == b or (a and a.is_unspecified) or (b and b.is_unspecified):
+                where = f"port {one.decl.port} ({other.decl.bind}, {one.decl.bind})"
+                taken = {s.decl.port for s in services}
+                free = next(p for p in range(8000, 65536) if p not in taken)
+                yield finding(
+                    "PORT_CLASH", f"{other.name} and {one.name} both listen on {where}", f"port: {free} for {one.name}"
+                )
+
+
+def _bad_character(text: str) -> bool:
+    return any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 or c in "\u2028\u2029" for c in text)
+
+
+def arguments_are_ours(s: Service) -> Iterator[Finding]:
+    """extra_args adds flags; it can not contradict the plan, name removed flags, or carry secrets."""
+    speaking = s.speaking
+    if any(_bad_character(word) for word in s.decl.extra_args):
+        yield finding("CONTROL_CHARACTER", "extra_args holds a control character")
+    if s.decl.extra_args and not s.decl.extra_args[0].startswith("-"):
+        yield finding(
+            "ARG_POSITIONAL", f"extra_args begins with {show(s.decl.extra_args[0])}, which would be a second model"
+        )
+    for word in s.decl.extra_args:
+        if not re.match(r"--?[A-Za-z]", word):
+            continue
+        flag = speaking.short.get(word.split("=", 1)[0], word.split("=", 1)[0].replace("_", "-"))
+        bare = "--" + flag.removeprefix("--no-") if flag.startswith("--no-") and flag not in speaking.known else flag
+        if bare == "--pipeline-parallel-size":
+            yield finding(
+                "PIPELINE_UNSUPPORTED", f"extra_args has {show(word)}: the memory account knows no pipeline stages"
+            )
+        elif any(secret.startswith(bare) and len(bare) > 4 for secret in _SECRET_FLAGS):
+            yield finding("SECRET_IN_ARGS", f"extra_args has {bare}: every user of the host can read arguments")
+        elif bare in speaking.owned or (
+            bare not in speaking.known and bare.startswith("--") and any(o.startswith(bare) for o in speaking.owned)
+        ):
+            yield finding("FLAG_OWNED", f"extra_args has {show(flag)}, which the plan writes")
+        elif speaking.known.get(bare) is False:
+            yield finding(
+                "FLAG_NOT_IN_VERSION", f"extra_args has {show(flag)}, which {s.decl.engine} {s.version} does not take"
+            )
+    words = [part for word in s.decl.extra_args for part in word.split("=", 1)]
+    if s.cuda and any(a in ("--quantization", "-q") and b == _FORCED_SLOW for a, b in pairwise(words)):
+        yield finding(
+            "QUANTIZATION_FORCED", "extra_args has --quantization awq, which picks the slow kernel before 0.27"
+        )
+
+
+def environment_is_clean(s: Service) -> Iterator[Finding]:
+    """env is for harmless settings: no secrets (anyone with docker inspect reads it), nothing the plan decides."""
+    ours = s.speaking.env(values(s))
+    for name, value in s.decl.env.items():
+        if not _ENV_NAME.match(name):
+            yield finding("ENV_NAME_INVALID", f"env has {show(name)}, which is no variable name")
+        elif _SECRET_ENV.search(name):
+            yield finding("SECRET_IN_ENV", f"env has {name}: docker inspect shows it to everyone")
+        elif _bad_character(value):
+            yield finding("CONTROL_CHARACTER", f"env {name} holds a control character")
+        elif name in s.speaking.owned_env:
+            yield finding("ENV_OWNED", f"env has {name}: {s.speaking.owned_env[name]}")
+        elif name in ours and value != ours[name]:
+            yield finding("ENV_OWNED", f"env sets {name} to {show(value)}, the plan needs {ours[name]}")

@@ -1,0 +1,109 @@
+"""Rules over the VRAM ledger: what fits, and the smallest change that would."""
+
+from collections.abc import Iterator
+
+from specrig.plan import vram
+from specrig.plan.refusals import finding
+from specrig.plan.resolve import Host, Service, cpu_cache, demand
+from specrig.plan.types import Finding
+
+
+def _gib(mib: int) -> str:
+    return f"{mib / 1024:.1f} GiB"
+
+
+def _ways_out(s: Service, account: vram.Ledger) -> str:
+    """Every single change that makes the asked context start, the smallest first."""
+    ways: list[str] = []
+    tightest = account.tightest
+    if account.largest_max_model_len:
+        ways.append(f"max_model_len: {account.largest_max_model_len}")
+    need = max(vram.needed_utilization(card, account.demand.max_model_len) for card in account.cards)
+    if need <= vram.highest_utilization(tightest):
+        ways.append(f"gpu_memory_utilization: {need:g}")
+    if s.uses_draft and vram.ledger(demand(s, with_draft=False, graphs=not s.eager)).fits:
+        ways.append("rig_speculation: false")
+    return ", or ".join(ways) or "a smaller or quantised model, or more cards (tensor_parallel)"
+
+
+def it_fits(s: Service) -> Iterator[Finding]:
+    """One full-length sequence must fit beside the models: the engine starts on no other condition."""
+    account = s.ledger
+    if account is None or len(s.cards) != s.tp:
+        return
+    card = account.tightest
+    if card.kv_mib <= 0:
+        cause = (
+            f"{_gib(card.inside_mib)} of models and overhead, {_gib(card.budget_mib)} of budget on card {card.index}"
+            f" ({card.card.title} at {account.demand.utilization:g})"
+        )
+        yield finding("VRAM_MODELS_DO_NOT_FIT", cause, _ways_out(s, account))
+    elif not account.fits:
+        cause = (
+            f"max_model_len {s.decl.max_model_len} needs {s.decl.max_model_len} tokens of KV cache, card {card.index}"
+            f" has room for {card.kv_tokens}; the largest that fits is {account.largest_max_model_len}"
+        )
+        yield finding("VRAM_OVERCOMMIT", cause, _ways_out(s, account))
+    elif account.tight:
+        room = f"room for {card.kv_tokens} tokens, context {s.decl.max_model_len}"
+        cause = f"{room}: within the error band of {account.band_mib} MiB"
+        yield finding(
+            "VRAM_TIGHT", cause, f"max_model_len: {max(256, s.decl.max_model_len // 512 * 256)}, or lock the models"
+        )
+    worst = min(account.cards, key=lambda a: a.spare_mib)
+    if worst.spare_mib < 0:
+        highest = vram.highest_utilization(worst)
+        cause = (
+            f"gpu_memory_utilization {account.demand.utilization:g} leaves"
+            f" {_gib(worst.card.visible_mib - worst.budget_mib)} outside the budget, {_gib(worst.outside_mib)} must fit"
+        )
+        yield finding("UTIL_TOO_HIGH", cause, f"gpu_memory_utilization: {highest:g}")
+
+
+def graphs_are_kept(s: Service) -> Iterator[Finding]:
+    """Eager mode is the dearest flag there is, except where an old engine needs it to verify in one pass."""
+    if not s.cuda or not s.eager:
+        return
+    if s.eager_forced:
+        cause = f"CUDA graphs do not fit beside a context of {s.decl.max_model_len}: eager, 2-3 times slower"
+        yield finding("EAGER_LAST_RESORT", cause)
+    elif s.speculates and s.speaking.traits["eager_scorer"]:
+        yield finding(
+            "EAGER_TRADE",
+            f"{s.version} verifies all drafted tokens in one pass only when eager; without graphs each pass costs more",
+        )
+    else:
+        yield finding(
+            "EAGER_ON_GPU",
+            "eager is true: without CUDA graphs decoding ran at 43 instead of 150 t/s (one H200, 14B AWQ)",
+        )
+
+
+def cpu_cache_fits(s: Service) -> Iterator[Finding]:
+    """On a CPU the cache is a number of GiB that a person sets."""
+    if s.cuda:
+        return
+    cache = cpu_cache(s)
+    if cache["kv_tokens"] < s.decl.max_model_len:
+        per_token = cache["kv_bytes_per_token"]
+        need = -(-s.decl.max_model_len * per_token // (1 << 30))
+        cause = f"max_model_len {s.decl.max_model_len} in a cache of {cache['kv_tokens']} tokens"
+        yield finding("CPU_CACHE_TOO_SMALL", cause, f'env: {{VLLM_CPU_KVCACHE_SPACE: "{need}"}}')
+
+
+def context_is_known(s: Service) -> Iterator[Finding]:
+    """No model answers beyond its own positions."""
+    limit = s.target.config.max_position_embeddings
+    if s.decl.max_model_len > limit:
+        cause = f"max_model_len is {s.decl.max_model_len}, {s.target.ref.repo} ends at {limit}"
+        yield finding("CONTEXT_TOO_LONG", cause, f"max_model_len: {limit}")
+
+
+def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Iterator[Finding]:
+    """Services on one card share its memory."""
+    for card in host.cards:
+        on = [s for s in services if s.cuda and card in s.cards]
+        total = sum(s.decl.gpu_memory_utilization for s in on)
+        if len(on) > 1 and total > 0.95:
+            cause = f"card {card.index}: {' and '.join(s.name for s in on)} ask for {total:.2f} of it, 0.95 is there"
+            yield finding("GPU_OVERCOMMIT", cause, f"gpu_memory_utilization: {0.95 / len(on):.2f} each, or other gpus")
