@@ -13,6 +13,7 @@ from specrig.host.errors import COULD_NOT_RUN, HostError
 
 # Silence, or less than this rate, is a stall: the transfer is given up and started again where it was.
 TIMEOUT_S = 30
+RETRY_WAIT_S = 2
 LOWEST_RATE = "10K"
 
 _ROW = re.compile(r"\[#[0-9a-f]+ (\d+)B/(\d+)B")
@@ -37,9 +38,13 @@ class Outcome:
     faults: dict[int, str]
 
 
-def options(parent: int) -> list[str]:
-    """aria2c's arguments. Nothing secret may be among them: every user of the machine can read them."""
+def options(parent: int, head: bool) -> list[str]:
+    """aria2c's arguments. Nothing secret may be among them: every user of the machine can read them.
+
+    `head` asks for the size first, instead of starting a transfer that a resume then drops; not every mirror allows it.
+    """
     return [
+        f"--use-head={str(head).lower()}",
         "--no-conf=true",
         "--no-netrc=true",
         "--input-file=-",
@@ -59,7 +64,7 @@ def options(parent: int) -> list[str]:
         "--connect-timeout=15",
         f"--timeout={TIMEOUT_S}",
         "--max-tries=4",
-        "--retry-wait=2",
+        f"--retry-wait={RETRY_WAIT_S}",
         f"--lowest-speed-limit={LOWEST_RATE}",
         f"--stop-with-process={parent}",
         "--human-readable=false",
@@ -100,6 +105,7 @@ def fetch(
     tick: Callable[[int], None],
     complete: Callable[[Path], None],
     keep_fds: tuple[int, ...] = (),
+    head: bool = False,
 ) -> Outcome:
     """Run aria2c once over `requests`.
 
@@ -108,7 +114,7 @@ def fetch(
     The input goes through a pipe: no token reaches argv, the environment or the disk. `keep_fds` stay open in aria2c,
     so a lock on one of them holds until the last writer is gone, even when this process was killed.
     """
-    command = ["aria2c", *options(os.getpid())]
+    command = ["aria2c", *options(os.getpid(), head)]
     try:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Brings an engine image to the host through Docker's API, with bytes and a rate: `docker pull` in a pipe shows none."""
+"""Brings an engine image to the host through Docker's API, with bytes and a rate; `docker pull` in a pipe has none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
 ATTEMPTS = 4
+FIRST_WAIT_S = 2.0
 # No event for this long, while downloading or extracting, is a stall.
 SILENCE_S = 300.0
 _REFERENCE = re.compile(
@@ -152,15 +153,16 @@ def pull(image: str, progress: Progress, check: bool = False) -> dict[str, Any]:
         return {"changed": False, "image": image, "id": found.get("Id"), "digests": found.get("RepoDigests") or []}
     if check:
         return {"changed": True, "image": image, "id": None, "digests": []}
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(ATTEMPTS):
         try:
             _once(image, progress)
             break
         except HostError as error:
-            if error.code not in ("PULL_BROKEN", "PULL_STALLED", "PULL_UNREACHABLE") or attempt == ATTEMPTS:
+            if error.code not in ("PULL_BROKEN", "PULL_STALLED", "PULL_UNREACHABLE") or attempt == ATTEMPTS - 1:
                 raise
-            progress.update("retry", message=f"in {2**attempt} s: {error.cause}")
-            time.sleep(2**attempt)
+            pause = FIRST_WAIT_S * 2**attempt
+            progress.update("retry", message=f"in {pause:.0f} s: {error.cause}")
+            time.sleep(pause)
     found = docker_api.inspect_image(image)
     if found is None:
         raise HostError(

@@ -301,14 +301,16 @@ def _download(
             pause = min(pause * 2, 60)
         label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
         progress.update("download", before + have + start, total, label)
+        resumes = not failures and any(aria2.control_file(partial / f.path).exists() for f in missing)
         try:
             requests = _requests(artefact, job, partial, missing)
-            outcome = aria2.fetch(requests, ticker(before + have, label), verifier.add, (lock,))
+            outcome = aria2.fetch(requests, ticker(before + have, label), verifier.add, (lock,), head=resumes)
         except (OSError, http.client.HTTPException) as error:
             outcome = aria2.Outcome(1, {0: str(error)})
         fault = "; ".join(f"{text} (aria2c error {code})" if code else text for code, text in outcome.faults.items())
         fault = fault or f"aria2c ended with status {outcome.status}"
-        _raise_final(outcome, artefact, job)
+        if not resumes:  # a mirror may refuse the question about the size: ask again without it
+            _raise_final(outcome, artefact, job)
         for spec in missing:  # whole by the server's word, and not of the locked size: another file
             path = partial / spec.path
             if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):

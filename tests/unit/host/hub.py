@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 
 
 class Hub:
@@ -21,6 +20,7 @@ class Hub:
         self.retry_after: str | None = None
         self.redirects: dict[str, str] = {}
         self.token: str | None = None
+        self.break_at: dict[str, tuple[int, str]] = {}  # once: after so many bytes, "reset" or "stall"
         self.lock = threading.Lock()
         hub = self
 
@@ -74,6 +74,11 @@ class Hub:
                 start = time.monotonic()
                 for at in range(begin, end, step):
                     chunk = data[at : min(at + step, end)]
+                    if at >= hub.break_at.get(self.path, (end, ""))[0]:
+                        self.close_connection = True
+                        if hub.break_at.pop(self.path)[1] == "stall":
+                            time.sleep(3)
+                        return
                     try:
                         self.wfile.write(chunk)
                     except OSError:
@@ -93,8 +98,6 @@ class Hub:
         self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.server.shutdown()
         self.server.server_close()

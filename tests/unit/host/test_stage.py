@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specrig.host import build, manifest, stage
+from specrig.host import aria2, build, manifest, stage
 from specrig.host.errors import HostError
 from specrig.host.progress import Progress
 
@@ -72,7 +73,9 @@ def refused(doc: Any, code: str) -> HostError:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(stage, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(stage, "LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(aria2, "RETRY_WAIT_S", 1)
+    monkeypatch.setattr(aria2, "TIMEOUT_S", 1)
 
 
 def test_publishes_plain_verified_files_and_then_needs_no_network(tmp_path: Path) -> None:
@@ -130,27 +133,54 @@ def test_another_length_is_refused(tmp_path: Path, length: int) -> None:
     assert not (tmp_path / "org--name").exists()
 
 
-def test_kill_9_in_mid_download_resumes(tmp_path: Path) -> None:
+def test_kill_9_of_all_of_it_in_mid_download_resumes(tmp_path: Path) -> None:
     data = {"model.safetensors": blob(6_000_000)}
     url = f"/org/name/resolve/{REVISION}/model.safetensors"
+    program = build.write(tmp_path / "specrig-host")
+    with hub_of(data, rate=2_000_000) as hub:
+        job = tmp_path / "job.json"
+        job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
+        process = subprocess.Popen(
+            [sys.executable, program, "stage", job],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while hub.sent.get(url, 0) < 3_000_000:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        before = hub.sent[url]
+        hub.rate = 16_000_000
+        done = subprocess.run([sys.executable, program, "stage", job], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        # The control file may lag behind by a second (2 MB here) and a piece of 1 MB; some is always on the wire.
+        again = hub.sent[url] - 6_000_000
+        assert before > 3_000_000 - 1 and again <= 3_000_000, (before, again)
+        assert any("Range" in h for _, p, h in hub.requests if p == url)
+    assert (tmp_path / "models/org--name" / REVISION / "model.safetensors").read_bytes() == data["model.safetensors"]
+
+
+def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: Path) -> None:
+    data = {"model.safetensors": blob(3_000_000)}
     program = build.write(tmp_path / "specrig-host")
     with hub_of(data, rate=1_000_000) as hub:
         job = tmp_path / "job.json"
         job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
         process = subprocess.Popen(
-            [sys.executable, program, "stage", job], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, program, "stage", job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        while hub.sent.get(url, 0) < 3_000_000:
+        while not hub.sent:
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        hub.rate = 4_000_000
+        process.kill()
+        process.wait()
+        handle = os.open(tmp_path / "models/.partial/.lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+        hub.rate = None
         done = subprocess.run([sys.executable, program, "stage", job], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        # One second of it is what the control file may lag behind; the rest is what was on the wire.
-        again = hub.sent[url] - 6_000_000
-        assert again <= 1_500_000, again
-        assert any("Range" in h for _, p, h in hub.requests if p == url)
     assert (tmp_path / "models/org--name" / REVISION / "model.safetensors").read_bytes() == data["model.safetensors"]
 
 
@@ -158,6 +188,17 @@ def test_503_and_429_pass(tmp_path: Path) -> None:
     with hub_of({"a": b"x" * 200}) as hub:
         hub.faults = [429, 503]
         assert run(document(tmp_path, hub.url, {"a": b"x" * 200}))["changed"]
+
+
+@pytest.mark.parametrize("fault", ["reset", "stall"])
+def test_a_transfer_that_breaks_off_is_resumed(tmp_path: Path, fault: str) -> None:
+    data = {"model.safetensors": blob(3_000_000)}
+    url = f"/org/name/resolve/{REVISION}/model.safetensors"
+    with hub_of(data) as hub:
+        hub.break_at[url] = (2_000_000, fault)
+        assert run(document(tmp_path, hub.url, data))["changed"]
+        assert hub.sent[url] < 4_500_000
+        assert any("Range" in h for _, p, h in hub.requests if p == url)
 
 
 def test_what_is_not_upstream_is_said_at_once(tmp_path: Path) -> None:
@@ -168,7 +209,7 @@ def test_what_is_not_upstream_is_said_at_once(tmp_path: Path) -> None:
 
 def test_no_answer_is_coded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "ATTEMPTS", 1)
-    monkeypatch.setattr("specrig.host.aria2.options", lambda parent: ["-i-", "--no-conf=true", "--max-tries=1"])
+    monkeypatch.setattr("specrig.host.aria2.options", lambda *_: ["-i-", "--no-conf=true", "--max-tries=1"])
     refused(document(tmp_path, "http://127.0.0.1:1"), "STAGE_DOWNLOAD")
 
 
@@ -248,9 +289,11 @@ def test_a_symbolic_link_in_the_way_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["../evil", "/etc/passwd", "a/../../b", "a//b", "./a", "a/", "", "a\nout=/etc/x", "a\0b", "a\\b", ".specrig-manifest.json",
-     "x.aria2", "a" * 300, None, 7],
-)  # fmt: skip
+    [
+        *("../evil", "/etc/passwd", "a/../../b", "a//b", "./a", "a/", ""),
+        *("a\nout=/etc/x", "a\0b", "a\\b", ".specrig-manifest.json", "x.aria2", "a" * 300, None, 7),
+    ],
+)
 def test_hostile_paths(tmp_path: Path, path: Any) -> None:
     doc = document(tmp_path, "http://127.0.0.1:1")
     doc["artefacts"][0]["files"][0]["path"] = path
