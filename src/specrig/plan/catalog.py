@@ -1,5 +1,6 @@
 """The packaged catalog (catalog/*.yml), read once, typed and checked. The only I/O of the plan."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -160,3 +161,39 @@ def catalog() -> Catalog:
             "profiles": read("catalog/profiles.yml")["profiles"],
         }
     )
+
+
+def gpu_named(text: str) -> str | None:
+    """The catalog's key for a card as the driver or lspci names it, None when unknown.
+
+    The longest match wins, so that a "RTX 4070 Ti" is not taken for a "RTX 4070".
+    """
+    upper = text.upper()
+    if "LAPTOP" in upper or "MAX-Q" in upper:  # other cards under the same name
+        return None
+    hits = [(len(m), key) for key, gpu in catalog().gpus.items() for m in gpu.match if m.upper() in upper]
+    return max(hits)[1] if hits else None
+
+
+def gpu_from_lspci(line: str) -> str | None:
+    """The same for a line of `lspci`."""
+    return gpu_named(line)
+
+
+def profiles() -> dict[str, Profile]:
+    """Every profile by name."""
+    return catalog().profiles
+
+
+def profiles_for(cards: Mapping[str, int]) -> list[str]:
+    """The profiles whose cards a host with `cards` (catalog name -> count) has, those that use most of them first."""
+
+    def used(profile: Profile) -> int:
+        return sum(int(claim.get("count", 1)) for claim in profile.gpus)
+
+    fitting = {
+        name: profile
+        for name, profile in profiles().items()
+        if all(cards.get(claim["name"], 0) >= int(claim.get("count", 1)) for claim in profile.gpus)
+    }
+    return sorted(fitting, key=lambda name: (-used(fitting[name]), name.endswith("_article"), name))

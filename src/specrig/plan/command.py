@@ -23,7 +23,7 @@ def values(service: Service) -> dict[str, Any]:
         "port": service.engine.container_port,
         "max_model_len": decl.max_model_len,
         "max_num_seqs": decl.max_num_seqs,
-        "gpu_memory_utilization": f"{decl.gpu_memory_utilization:g}" if service.cuda else None,
+        "gpu_memory_utilization": f"{service.utilization:g}" if service.cuda else None,
         "tensor_parallel": service.tp if several else None,
         "executor": "mp" if several else None,
         "no_custom_all_reduce": several and not service.bridged,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from specrig.plan import versions
 from specrig.plan.declare import show
-from specrig.plan.dialects import method_works, nearest
+from specrig.plan.dialects import nearest
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service, pick_version
 from specrig.plan.types import MAX_K_UNMEASURED, Finding
@@ -44,11 +44,15 @@ def image_is_pinned(s: Service) -> Iterator[Finding]:
 
 def method_exists(s: Service) -> Iterator[Finding]:
     """Speculation methods come and go between versions."""
-    if s.speculates and not method_works(s.decl.engine, s.method, s.version):
+    if s.speculates and not s.method_works:
         near = nearest(s.decl.engine, s.engine.versions, s.version, s.method)
         cause = f"{s.decl.engine} {s.version} has no method {s.method}; nearest that have it: {' and '.join(near)}"
         yield finding(
-            "METHOD_VERSION_WINDOW", cause, f"version: {near[-1]}" + (f" (or {near[0]})" if len(near) > 1 else "")
+            "METHOD_VERSION_WINDOW",
+            cause,
+            f"version: {near[-1]}"
+            + (f" (or {near[0]})" if len(near) > 1 else "")
+            + f"; newest: {s.engine.versions[-1]}",
         )
 
 
@@ -210,7 +214,7 @@ def version_is_safe(s: Service) -> Iterator[Finding]:
 
 def draft_keeps_graphs(s: Service) -> Iterator[Finding]:
     """Some versions run a draft model without CUDA graphs whatever the flags say."""
-    draft_model = s.uses_draft and s.method in ("draft_model", "pard")
+    draft_model = s.uses_draft and s.method in ("draft_model", "pard") and s.method_works
     if (
         s.cuda
         and draft_model

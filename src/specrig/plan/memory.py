@@ -21,7 +21,7 @@ def _ways_out(s: Service, account: vram.Ledger) -> str:
     need = max(vram.needed_utilization(card, account.demand.max_model_len) for card in account.cards)
     if need <= vram.highest_utilization(tightest):
         ways.append(f"gpu_memory_utilization: {need:g}")
-    if s.uses_draft and vram.ledger(demand(s, with_draft=False, graphs=not s.eager)).fits:
+    if s.uses_draft and vram.starts(demand(s, with_draft=False, graphs=not s.eager)):
         ways.append("rig_speculation: false")
     return ", or ".join(ways) or "a smaller or quantised model, or more cards (tensor_parallel)"
 
@@ -103,7 +103,7 @@ def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Itera
     """Services on one card share its memory."""
     for card in host.cards:
         on = [s for s in services if s.cuda and card in s.cards]
-        total = sum(s.decl.gpu_memory_utilization for s in on)
+        total = sum(s.utilization for s in on)
         if len(on) > 1 and total > 0.95:
             cause = f"card {card.index}: {' and '.join(s.name for s in on)} ask for {total:.2f} of it, 0.95 is there"
             yield finding("GPU_OVERCOMMIT", cause, f"gpu_memory_utilization: {0.95 / len(on):.2f} each, or other gpus")

@@ -95,7 +95,7 @@ def pair_makes_sense(s: Service) -> Iterator[Finding]:
 
 def it_can_pay(s: Service) -> Iterator[Finding]:
     """Above this cost ratio even good drafts lose on ordinary text."""
-    cost = payoff(s)
+    cost = payoff(s) if s.method_works else {}
     if cost and cost["break_even_acceptance"] > 0.6:
         cause = (
             f"a drafted token costs {cost['cost_ratio']:.2f} of a target step; accepted/drafted must stay above that"

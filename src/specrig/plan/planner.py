@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrig.plan import versions
-from specrig.plan.catalog import Catalog, Gpu, catalog
+from specrig.plan.catalog import Catalog, Gpu, catalog, gpu_named
 from specrig.plan.command import DRAFT_PATH, DRAIN_S, TARGET_PATH, values
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
 from specrig.plan.pairing import pair_json
@@ -94,13 +94,6 @@ def _claims(decl: HostDecl, defaults: list[dict[str, Any]]) -> tuple[list[GpuCla
     return [claim for claim, _ in parsed if claim], [f for _, found in parsed for f in found]
 
 
-def _gpu_named(name: str, known: Catalog) -> str | None:
-    """The catalog's key for a card as the driver names it; the longest match wins ("RTX 4070 Ti" over "RTX 4070")."""
-    upper = name.upper()
-    hits = [(len(m), key) for key, gpu in known.gpus.items() for m in gpu.match if m.upper() in upper]
-    return max(hits)[1] if hits else None
-
-
 def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[HostCard, ...], list[Finding]]:
     found: list[Finding] = []
     claimed: list[tuple[str, Gpu, GpuClaim]] = []
@@ -118,7 +111,7 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
             HostCard(i, key, gpu, gpu.vram_mib, claim.display, claim.nvlink)
             for i, (key, gpu, claim) in enumerate(claimed)
         ), found
-    seen = [_gpu_named(fact.name, known) for fact in facts.gpus]
+    seen = [gpu_named(fact.name) for fact in facts.gpus]
     unknown = [fact.name for fact, key in zip(facts.gpus, seen, strict=True) if key is None]
     if unknown:
         fix = "add the card to catalog/gpus.yml"

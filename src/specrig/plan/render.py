@@ -1,73 +1,143 @@
 """The plan as a person reads it: `./rig plan`."""
 
-import json
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specrig.plan.types import Finding, HostPlan, ServicePlan
 
 WIDTH = 118
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]+\Z")
 
 
 def table(plans: Mapping[str, HostPlan]) -> str:
     """Every host's services, command lines, memory, driver, warnings and refusals, as text for a terminal."""
-    return "\n\n".join(_host(name, plan) for name, plan in plans.items()) + "\n"
-
-
-def _host(name: str, plan: HostPlan) -> str:
-    gpus = ", ".join(gpu["title"] for gpu in plan.host.get("gpus", [])) or "no GPU"
-    lines = [f"{name}: {plan.host.get('profile') or 'no profile'} on {gpus}" + ("" if plan.ok else "  REFUSED")]
-    if plan.driver:
-        have = (
-            f"has {plan.driver['have']}" if plan.driver["have"] else f"branch {plan.driver['branch']} to be installed"
-        )
-        lines.append(f"  driver: {have}; {plan.driver['reason']}")
-    for service in plan.services:
-        lines += ["", *_service(service)]
-    for title, found in (("warnings", plan.warnings), ("refusals", plan.refusals)):
-        if found:
-            lines += ["", f"  {title}", *(line for f in found for line in _finding(f))]
-    return "\n".join(lines)
-
-
-def _finding(f: Finding) -> list[str]:
-    return [*_wrap(f"{f.code}: {f.cause}", 4), *_wrap(f"fix: {f.fix}", 6)]
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+    return "\n\n".join("\n".join(_host(name, plan)) for name, plan in plans.items()) + "\n"
 
 
 def flags(argv: list[str]) -> list[str]:
-    """One line per flag, its value beside it, quoted where a shell would need it."""
+    """`argv` with one flag per line, its value beside it, quoted where a shell would need it."""
     lines: list[str] = []
+    open_flag = False
     for word in argv:
-        value = (
-            word if word.replace("_", "").replace("/", "").replace(".", "").replace("-", "").isalnum() else f"'{word}'"
-        )
-        if lines and not word.startswith("--") and lines[-1].startswith("--") and " " not in lines[-1]:
-            lines[-1] += f" {value}"
+        text = word if _PLAIN.match(word) else "'" + word.replace("'", "'\\''") + "'"
+        if open_flag and not word.startswith("--"):
+            lines[-1] += f" {text}"
         else:
-            lines.append(value)
+            lines.append(text)
+        open_flag = word.startswith("--")
     return lines
 
 
-def _service(s: ServicePlan) -> list[str]:
+def _host(name: str, plan: HostPlan) -> Iterator[str]:
+    gpus = plan.host.get("gpus", [])
+    cards = ", ".join(f"{n} × {title}" for title, n in _counted(gpu["title"] for gpu in gpus)) or "no GPU"
+    state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
+    yield f"{name}    {plan.host.get('profile') or 'no profile'} on {cards}{state}"
+    if plan.driver:
+        have = plan.driver["have"] or f"{plan.driver['branch']} (to be installed)"
+        yield f"  driver     {have}; {plan.driver['reason']}"
+    for service in plan.services:
+        yield ""
+        yield from _service(service)
+    for title, found in (("warnings", plan.warnings), ("refusals", plan.refusals)):
+        if found:
+            yield ""
+            yield f"  {title}"
+            for entry in found:
+                yield from _finding(entry)
+    if not plan.ok:
+        yield ""
+        yield "  nothing was touched; ./rig explain CODE says more"
+
+
+def _counted(titles: Iterator[str]) -> list[tuple[str, int]]:
+    every = list(titles)
+    return [(title, every.count(title)) for title in dict.fromkeys(every)]
+
+
+def _finding(found: Finding) -> Iterator[str]:
+    yield from _wrap(f"{found.code}  {found.cause}", 4)
+    yield from _wrap(f"fix: {found.fix}", 8)
+
+
+def _wrap(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 4))
+
+
+def _service(s: ServicePlan) -> Iterator[str]:
     speculation = f"{s.method}, K={s.k}" if s.k else "no speculation"
-    lines = [f"  {s.name}: {s.engine} {s.version} ({s.device}), {speculation}", f"    image   {s.image}"]
-    lines += [f"    {m['path_in_container']}  {m['artefact']}" for m in s.models]
-    lines += [f"    listens {p['bind']}:{p['port']}" for p in s.ports]
-    lines += [f"    env     {key}={value}" for key, value in s.env.items()]
-    lines += [f"    command {' '.join(s.entrypoint)}", *(f"              {line}" for line in flags(s.argv))]
-    lines += _memory(s.vram)
-    lines += _pair(s.pair)
-    return lines + [line for note in s.notes for line in _wrap(f"note: {note}", 4)]
+    yield f"  {s.name}    {s.engine} {s.version} on {s.device}, {speculation}"
+    yield f"    image    {s.image}"
+    for model in s.models:
+        yield f"    {'target' if model['path_in_container'].endswith('target') else 'draft':<8} {model['artefact']}"
+    yield from _pair(s.pair)
+    for port in s.ports:
+        yield f"    listens  {port['bind']}:{port['port']} as {s.served_name}"
+    yield f"    unit     {s.unit}"
+    for key, value in s.env.items():
+        yield f"    env      {key}={value}"
+    yield f"    command  {' '.join(s.entrypoint)}"
+    for line in flags(s.argv):
+        yield f"               {line}"
+    yield from _memory(s.vram)
+    for note in s.notes:
+        yield from _wrap(f"note: {note}", 4)
 
 
-def _pair(pair: Mapping[str, Any]) -> list[str]:
-    return [f"    pair    {json.dumps(pair)}"] if pair else []
+def _pair(pair: Mapping[str, Any]) -> Iterator[str]:
+    if not pair:
+        return
+    how = {
+        "pad": f"padded from {pair['draft_vocab']} to {pair['target_vocab']} tokens",
+        "same": f"both {pair['target_vocab']} tokens",
+        "heterogeneous": f"mapped by the engine, {pair['draft_vocab']} and {pair['target_vocab']} tokens",
+    }.get(pair["vocab"], f"{pair['draft_vocab']} and {pair['target_vocab']} tokens")
+    yield f"    pair     vocabulary {how}; tokenizer {pair['tokenizer']}"
+    cost = pair["payoff"]
+    if cost:
+        yield (
+            f"    pays     when accepted/drafted > {cost['break_even_acceptance']:.2f}"
+            f" (draft {cost['draft_ms']:.1f} ms, target {cost['target_ms']:.1f} ms a pass; an estimate)"
+        )
+        best = ", ".join(f"{p}: K={b['k']} {b['speedup']:.2f}×" for p, b in cost["best_k"].items())
+        yield f"    best K   by chance that a token is accepted: {best}"
 
 
-def _memory(vram: Mapping[str, Any]) -> list[str]:
-    return [f"    memory  {json.dumps(vram)}"] if vram else []
+def _memory(vram: Mapping[str, Any]) -> Iterator[str]:
+    if vram.get("device") == "cpu":
+        yield f"    memory   KV cache {_gib(vram['kv_mib'])} GiB: {vram['kv_tokens']} tokens"
+        return
+    if not vram:
+        return
+    accounts = vram["gpus"]
+    same = len(accounts) > 1 and all(a["rows"] == accounts[0]["rows"] for a in accounts)
+    for account in accounts[:1] if same else accounts:
+        which = f"each of {len(accounts)} cards" if same else f"card {account['index']}"
+        yield f"    memory of {which} ({account['card']}), GiB"
+        inside = [row for row in account["rows"] if row["inside_budget"]]
+        outside = [row for row in account["rows"] if not row["inside_budget"]]
+        yield _line("visible to the engine", account["visible_mib"], f"of {_gib(account['total_mib'])} on the card")
+        yield _line("budget", account["budget_mib"], f"gpu_memory_utilization {vram['gpu_memory_utilization']:g}")
+        for row in inside:
+            yield _line(f"  {row['what']}", row["mib"], row["note"])
+        note = f"{account['kv_tokens']} tokens at {account['kv_bytes_per_token'] / 1024:g} KiB"
+        yield _line("  left for the KV cache", account["kv_mib"], note)
+        for row in outside:
+            yield _line(f"outside: {row['what']}", row["mib"], row["note"])
+        yield _line("unused", account["spare_mib"], "")
+    graphs = "CUDA graphs kept" if vram["cuda_graphs"] else "no CUDA graphs"
+    yield (
+        f"    context  {vram['max_model_len']} asked, {vram['largest_max_model_len']} would fit;"
+        f" {vram['full_length_sequences']:g} full-length sequences at once; {graphs};"
+        f" ± {_gib(vram['error_band_mib'])} GiB"
+    )
+
+
+def _gib(mib: int) -> str:
+    return f"{mib / 1024:.1f}"
+
+
+def _line(what: str, mib: int, note: str) -> str:
+    return f"      {what:<26}{_gib(mib):>7}  {note}".rstrip()

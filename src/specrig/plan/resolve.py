@@ -13,6 +13,7 @@ from specrig.plan.refusals import finding
 from specrig.plan.types import Facts, Finding, HostDecl, LockedModel, Method, ModelRef, ServiceDecl
 
 DEFAULT_K = 3
+DEFAULT_UTILIZATION = 0.90
 CPU_KV_GIB = 4  # vLLM's own default for VLLM_CPU_KVCACHE_SPACE
 
 
@@ -134,6 +135,7 @@ class Service:
     vocab: str  # same | pad | heterogeneous | unlike | n/a
     cards: tuple[HostCard, ...]
     gpus: tuple[int | str, ...]
+    utilization: float = DEFAULT_UTILIZATION
     eager: bool = False
     eager_forced: bool = False
     ledger: vram.Ledger | None = field(default=None)
@@ -152,6 +154,11 @@ class Service:
     def speculates(self) -> bool:
         """Declared and switched on."""
         return self.host.decl.rig_speculation and self.method != "none" and self.k > 0
+
+    @property
+    def method_works(self) -> bool:
+        """Does this version have the method?"""
+        return method_works(self.decl.engine, self.method, self.version)
 
     @property
     def uses_draft(self) -> bool:
@@ -263,16 +270,16 @@ def demand(service: Service, *, with_draft: bool, graphs: bool) -> vram.Demand:
         k=service.k if with_draft else 0,
         max_model_len=service.decl.max_model_len,
         max_num_seqs=service.decl.max_num_seqs,
-        utilization=service.decl.gpu_memory_utilization,
+        utilization=service.utilization,
         graphs=graphs,
         traits=service.speaking.traits,
     )
 
 
 def with_memory(service: Service) -> Service:
-    """The service with its ledger, and with CUDA graphs unless they are what does not fit.
+    """The service with its ledger, its utilization where left open, and CUDA graphs unless they are what does not fit.
 
-    Eager or not is decided with the declared draft counted in, so that switching speculation off changes no other flag.
+    Both are decided with the declared draft counted in, so that switching speculation off changes no other flag.
     """
     if not service.cuda:
         return replace(service, eager=service.decl.eager is not False)
@@ -280,8 +287,13 @@ def with_memory(service: Service) -> Service:
         return replace(service, eager=bool(service.decl.eager))
     eager, forced = bool(service.decl.eager), False
     declared = service.method != "none" and service.k > 0
-    if service.decl.eager is None and not vram.ledger(demand(service, with_draft=declared, graphs=True)).fits:
-        forced = eager = vram.ledger(demand(service, with_draft=declared, graphs=False)).fits
+    asked = demand(service, with_draft=declared, graphs=not eager)
+    if service.decl.gpu_memory_utilization is None:
+        highest = min(vram.highest_utilization(account) for account in vram.accounts(asked))
+        service = replace(service, utilization=max(0.01, min(DEFAULT_UTILIZATION, highest)))
+        asked = replace(asked, utilization=service.utilization)
+    if service.decl.eager is None and not vram.starts(asked):
+        forced = eager = vram.starts(replace(asked, graphs=False))
     account = vram.ledger(demand(service, with_draft=service.speculates, graphs=not eager))
     return replace(service, eager=eager, eager_forced=forced, ledger=account)
 
@@ -340,6 +352,7 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
         vocab=vocab_mode(decl, method, target, draft, wide),
         cards=cards,
         gpus=gpus,
+        utilization=decl.gpu_memory_utilization or DEFAULT_UTILIZATION,
     )
     return with_memory(service), []
 

@@ -63,7 +63,9 @@ class ServiceDecl(Declared):
     k_measured_reason: Text | None = Field(None, description="why K above 6 pays here, with its measurement")
     max_model_len: int = Field(8192, ge=256, le=10_000_000, description="tokens, prompt and answer together")
     max_num_seqs: int = Field(8, ge=1, le=4096, description="requests decoded at once")
-    gpu_memory_utilization: float = Field(0.90, gt=0.0, le=1.0)
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0.0, le=1.0, description="default: 0.9, less where the version keeps something outside its budget"
+    )
     tensor_parallel: int = Field(1, ge=1, le=16)
     draft_tensor_parallel: int | None = Field(None, ge=1, le=16, description="default: what the version wants")
     gpus: list[int | str] | None = Field(None, max_length=16, description="indices or UUIDs; default: the first ones")

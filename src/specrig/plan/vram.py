@@ -1,8 +1,8 @@
 """Where a card's memory goes: weights, draft, KV cache, activations, CUDA graphs, context, display.
 
 Sizes are MiB unless a name says bytes. Formulae and constants are estimates with an error band; real bytes of a locked
-model replace the weight formula. Held against vLLM 0.26.0 on an H200, 14B AWQ with the 1.5B draft (tests): weights 13.04
-GiB, KV bytes per token, peak activation 1.61-1.79 GiB at 16384 profiled tokens, context 0.25 GiB, graphs 0.23 GiB.
+model replace the weight formula. Held in tests against vLLM 0.26.0 on an H200, 14B AWQ and 1.5B draft: 13.04 GiB of
+weights, KV bytes per token, 1.61-1.79 GiB peak activation at 16384 profiled tokens, 0.25 GiB context, 0.23 GiB graphs.
 """
 
 from collections.abc import Callable, Mapping
@@ -239,6 +239,16 @@ def _kv_tokens(demand: Demand) -> int:
     return min(_account(demand, index).kv_tokens for index in range(len(demand.cards)))
 
 
+def accounts(demand: Demand) -> tuple[CardLedger, ...]:
+    """Every card's account, in order."""
+    return tuple(_account(demand, index) for index in range(len(demand.cards)))
+
+
+def starts(demand: Demand) -> bool:
+    """Does one full-length sequence fit? (`ledger(demand).fits`, cheaper.)"""
+    return _kv_tokens(demand) >= demand.max_model_len
+
+
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
     """The largest multiple of STEP up to `limit` that holds, 0 when none does. `holds` must be monotone."""
     low, high = 0, limit // STEP
@@ -265,7 +275,7 @@ def ledger(demand: Demand) -> Ledger:
     )
     return Ledger(
         demand=demand,
-        cards=tuple(_account(demand, index) for index in range(len(demand.cards))),
+        cards=accounts(demand),
         band_mib=int(BAND_MIB + BAND_SHARE * guessed),
         largest_max_model_len=largest_context(demand),
     )
