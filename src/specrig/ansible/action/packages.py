@@ -1,0 +1,60 @@
+"""Installs or removes Debian packages with `ansible.builtin.apt`, and asks dpkg first: one cheap round trip when there is nothing to do.
+
+    - name: Docker | packages
+      packages:
+        name: [docker.io, docker-cli]
+        state: present            # or absent
+
+Check mode says what would be installed without python3-apt and without package lists on the host, which a bare machine has not.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+
+LOCK_TIMEOUT_S = 300  # unattended upgrades hold dpkg's lock for minutes
+CACHE_VALID_S = 3600
+
+
+def installed(listing: str) -> set[str]:
+    """Names of the packages that `dpkg-query -W -f '${db:Status-Abbrev}${Package}\\n'` calls installed (held ones too)."""
+    return {line[3:].strip() for line in listing.splitlines() if line[1:2] == "i"}
+
+
+class ActionModule(ActionBase):  # type: ignore[misc]
+    """The plugin."""
+
+    _supports_check_mode = True
+    _supports_diff = True
+    TRANSFERS_FILES = False
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Ask, and only where something is to do, act."""
+        super().run(tmp, task_vars)
+        _, args = self.validate_argument_spec(
+            argument_spec={
+                "name": {"type": "list", "elements": "str", "required": True},
+                "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            }
+        )
+        query = f"dpkg-query --show --showformat='${{db:Status-Abbrev}}${{Package}}\\n' {shlex.join(args['name'])} 2>/dev/null || true"
+        answer = self._low_level_execute_command(query)
+        if answer["rc"]:
+            raise AnsibleActionFail(f"dpkg-query: {answer['stderr'].strip() or answer['rc']}")
+        there = installed(answer["stdout"])
+        present = args["state"] == "present"
+        todo = [name for name in args["name"] if (name in there) != present]
+        diff = {"before": "", "after": "".join(f"{'install' if present else 'remove'} {name}\n" for name in todo)}
+        if not todo or self._task.check_mode:
+            return {"changed": bool(todo), "packages": todo, "diff": diff}
+        options = {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False} if present else {}
+        result: dict[str, Any] = self._execute_module(
+            module_name="ansible.builtin.apt",
+            module_args={"name": todo, "state": args["state"], "lock_timeout": LOCK_TIMEOUT_S, **options},
+            task_vars=task_vars,
+        )
+        return result | {"packages": todo, "diff": diff}

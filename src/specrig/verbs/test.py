@@ -1,0 +1,80 @@
+"""`./rig test [PART…]`: lint, unit, contract, Molecule, end to end. `.ci/run` runs all of it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from specrig import runner
+from specrig.console import say
+
+Command = list[str]
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    verb = verbs.add_parser("test", help="run the tests: " + ", ".join(PARTS))
+    verb.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, []], help="default: all of them, in this order")
+    verb.set_defaults(run=run)
+
+
+def python(*words: str) -> Command:
+    """A module of this virtual environment."""
+    return [sys.executable, "-m", *words]
+
+
+def lint() -> list[Command]:
+    """Every file is held to its tool."""
+    return [
+        python("ruff", "check", "."),
+        python("ruff", "format", "--check", "."),
+        python("mypy"),
+        python("yamllint", "--strict", "."),
+        [runner.tool("ansible-lint"), "--offline", "--profile", "production", "--strict"],
+        ["sh", "-n", "rig"],
+    ]
+
+
+def unit() -> list[Command]:
+    """Seconds, no Docker."""
+    return [python("pytest", "tests/unit")]
+
+
+def contract() -> list[Command]:
+    """The real engines' own argument parsers."""
+    return [python("pytest", "tests/contract")]
+
+
+def molecule() -> list[Command]:
+    """Each role on throw-away hosts; a scenario without hosts fails."""
+    scenarios = sorted(p.parent.name for p in (runner.ROOT / "molecule").glob("*/molecule.yml"))
+    return [[runner.tool("molecule"), "test", "-s", name] for name in scenarios]
+
+
+def e2e() -> list[Command]:
+    """The demo, and what must hold on its host."""
+    return [python("pytest", "-q", "-s", "tests/e2e")]
+
+
+PARTS: dict[str, Callable[[], list[Command]]] = {"lint": lint, "unit": unit, "contract": contract, "molecule": molecule, "e2e": e2e}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the parts; go on after a failure, say at the end what failed and how long each took."""
+    results: list[tuple[str, bool, float]] = []
+    for part in options.parts or PARTS:
+        for command in PARTS[part]():
+            title = f"{part}: {' '.join(word.rpartition('/')[2] or word for word in command)}"
+            say(f"\n══ {title}")
+            begin = time.monotonic()
+            done = subprocess.run(command, cwd=runner.ROOT, env=runner.environment(), check=False)
+            results.append((title, done.returncode == 0, time.monotonic() - begin))
+    say("")
+    for title, fine, seconds in results:
+        say(f"  {'pass' if fine else 'FAIL'} {seconds:6.0f} s  {title}")
+    failed = sum(not fine for _, fine, _ in results)
+    say(f"{len(results) - failed} passed, {failed} failed")
+    return 1 if failed else 0

@@ -1,0 +1,104 @@
+"""Each service is up because it completes, listens only where it was told, and gives its key to nobody."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from tests.host.conftest import HOST_PROGRAM, as_root, output
+
+Service = dict[str, Any]
+
+
+def container(service: Service) -> str:
+    """Name of the service's container."""
+    return str(service["unit"]).removesuffix(".service")
+
+
+def key_file(service: Service) -> str:
+    """File of the service's API key."""
+    return f"/etc/specrig/services/{container(service).removeprefix('specrig-')}/api-key"
+
+
+def published(host: Any, service: Service) -> tuple[str, int]:
+    """Address and port that the service is published on."""
+    ports = json.loads(output(host, "docker", "inspect", "--format", "{{json .HostConfig.PortBindings}}", container(service)))
+    binding = next(iter(ports.values()))[0]
+    return binding["HostIp"], int(binding["HostPort"])
+
+
+def status_of(host: Any, service: Service, path: str, key: str | None = None) -> int:
+    """HTTP status of a request from the rig itself; the key goes in by a file, not by an argument."""
+    address, port = published(host, service)
+    script = (
+        "import sys,urllib.request,urllib.error\n"
+        "url,key=sys.argv[1],sys.argv[2]\n"
+        "r=urllib.request.Request(url,headers={'Authorization':'Bearer '+(open(key).read().strip() if key.startswith('/') else key)} if key else {})\n"
+        "try: print(urllib.request.urlopen(r,timeout=30).status)\n"
+        "except urllib.error.HTTPError as e: print(e.code)\n"
+    )
+    return int(output(host, "python3", "-c", script, f"http://{address}:{port}{path}", key or ""))
+
+
+def test_there_are_services(services: list[Service]) -> None:
+    assert services, "no specrig service found"
+
+
+def test_active_enabled_and_completing(host: Any, services: list[Service]) -> None:
+    for service in services:
+        assert output(host, "systemctl", "is-active", service["unit"]).strip() == "active"
+        assert output(host, "systemctl", "is-enabled", service["unit"]).strip() == "enabled"
+        address, port = published(host, service)
+        served = json.loads(
+            output(host, "sh", "-c", f'curl -fsS -H "Authorization: Bearer $(cat {key_file(service)})" http://{address}:{port}/v1/models')
+        )["data"][0]["id"]
+        ready = ["ready", "--url", f"http://{address}:{port}", "--model", served, "--key-file", key_file(service), "--timeout", "60"]
+        output(host, HOST_PROGRAM, *ready)
+
+
+def test_one_supervisor(host: Any, services: list[Service]) -> None:
+    """systemd restarts the service; Docker must not try as well."""
+    for service in services:
+        policy = output(host, "docker", "inspect", "--format", "{{.HostConfig.RestartPolicy.Name}}", container(service)).strip()
+        assert policy == "no"
+
+
+def test_models_are_mounted_read_only(host: Any, services: list[Service]) -> None:
+    for service in services:
+        mounts = json.loads(output(host, "docker", "inspect", "--format", "{{json .Mounts}}", container(service)))
+        models = [m for m in mounts if m["Destination"].startswith("/models/")]
+        assert models and not any(m["RW"] for m in models)
+
+
+def test_key_is_required(host: Any, services: list[Service]) -> None:
+    for service in services:
+        assert status_of(host, service, "/v1/models") == 401
+        assert status_of(host, service, "/v1/models", "wrong") == 401
+        assert status_of(host, service, "/v1/models", key_file(service)) == 200
+
+
+def test_key_is_nowhere_else(host: Any, services: list[Service]) -> None:
+    for service in services:
+        key = output(host, "cat", key_file(service)).strip()
+        assert len(key) >= 16
+        mode = output(host, "stat", "--format=%a %U", key_file(service)).split()
+        assert mode == ["600", "root"]
+        places = {
+            "argv": "cat /proc/[0-9]*/cmdline | tr '\\0' ' '",
+            "journal": "journalctl --no-pager --output=cat",
+            "docker inspect": f"docker inspect {container(service)}",
+            "unit": f"systemctl cat {service['unit']}; systemctl show {service['unit']}",
+            "world-readable files": "find /etc /run /var/log /var/lib/specrig /usr/local /tmp -xdev -type f -perm /004 -size -4M -exec cat {} +",
+        }
+        for place, command in places.items():
+            # The key reaches grep by a file; the search itself must not put it into an argument.
+            found = as_root(host, "sh", "-c", f"{{ {command}; }} 2>/dev/null | grep --text --count --fixed-strings --file={shlex.quote(key_file(service))}")
+            assert found.stdout.strip() == "0", f"the key of {service['unit']} is in: {place}"
+
+
+def test_loopback_unless_told_otherwise(host: Any, services: list[Service]) -> None:
+    plan = host.file("/etc/specrig/plan.json")
+    planned = {s["unit"]: s["ports"][0]["bind"] for s in json.loads(plan.content_string)["services"]} if plan.exists else {}
+    for service in services:
+        assert published(host, service)[0] == planned.get(service["unit"], "127.0.0.1")
