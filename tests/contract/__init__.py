@@ -1,0 +1,1 @@
+"""Contract tests: the engines' own argument parsers and configuration checks."""

@@ -1,0 +1,156 @@
+"""Runs inside the parser environment: one engine version's own code, many cases. JSON lines in, JSON lines out.
+
+    python -m tests.contract.driver TREE VERSION api_server|serve < cases      a case: {"argv": [...], "stage": "parse"}
+
+The package's `__init__` is not run (in early versions it imports the whole engine); every other module is the
+version's own, except the stand-ins. Stage `parse` repeats what the image's entry point does before it starts a
+server: parse, then `validate_parsed_serve_args`. Stage `flags` lists the parser's options.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.contract import stand_ins
+
+CLI_ARGS = (  # where `make_arg_parser` lived, newest first
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.cli_args",
+)
+
+
+def exports(init: Path) -> dict[str, str]:
+    """Public name -> module, read from the package's `__init__` without running it."""
+    found = {}
+    for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            module = ("vllm." if node.level else "") + (node.module or "")
+            found.update({alias.asname or alias.name: module for alias in node.names})
+    return found
+
+
+def enter(tree: Path, version: str) -> None:
+    """Make `vllm` importable: the version's own modules from TREE, stand-ins for what is not there."""
+    # transformers looks for torch once and remembers; it must not find the stand-in.
+    importlib.import_module("transformers.utils.import_utils").is_torch_available()
+    stand_ins.install()
+    sys.path.append(str(tree))  # the engine looks up its own metadata
+    package: Any = types.ModuleType("vllm")
+    package.__path__ = [str(tree / "vllm")]
+    package.__file__ = str(tree / "vllm" / "__init__.py")
+    package.__version__ = version
+    homes = exports(Path(package.__file__))
+
+    def public(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(name)
+        return getattr(importlib.import_module(homes[name]), name)
+
+    package.__getattr__ = public
+    sys.modules["vllm"] = package
+
+
+def cli_args(tree: Path) -> Any:
+    """The module that defines this version's server options."""
+    for name in CLI_ARGS:
+        if (tree / (name.replace(".", "/") + ".py")).exists():
+            return importlib.import_module(name)
+    raise FileNotFoundError(f"none of {CLI_ARGS} in {tree}")
+
+
+def make_parser(module: Any, serve: bool) -> Callable[[list[str]], Any]:
+    """A function argv -> namespace that does what the image's entry point does with its arguments."""
+    flexible = module.FlexibleArgumentParser
+    if serve:  # vllm/entrypoints/cli/main.py and serve.py
+        main = flexible(description="vLLM CLI")
+        commands = main.add_subparsers(required=False, dest="subparser")
+        module.make_arg_parser(commands.add_parser("serve", usage="vllm serve [model_tag] [options]"))
+    else:  # vllm/entrypoints/openai/api_server.py
+        main = module.make_arg_parser(flexible(description="vLLM OpenAI-Compatible RESTful API server."))
+
+    def run(argv: list[str]) -> Any:
+        words = ["serve", *argv] if serve else list(argv)
+        sys.argv = ["vllm", *words]
+        args = main.parse_args()
+        module.validate_parsed_serve_args(args)
+        if serve and getattr(args, "model_tag", None) is not None:
+            args.model = args.model_tag
+        return args
+
+    return run
+
+
+def plain(value: Any) -> Any:
+    """A JSON form of a namespace value; None for what has none."""
+    try:
+        return json.loads(json.dumps(value, default=lambda o: getattr(o, "value", str(o))))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def caught(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run one case as a process would end: exit code, what it said on stderr, and what came of it."""
+    out, err = io.StringIO(), io.StringIO()
+    code, values, error = 0, {}, ""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            values = action()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except BaseException as problem:
+            code, error = 1, f"{type(problem).__name__}: {problem}"
+            traceback.print_exc()
+    return {"ok": code == 0, "exit_code": code, "error": error, "stderr": err.getvalue()[-4000:], "values": values}
+
+
+def flags(parser: Any) -> dict[str, Any]:
+    """Every option of the parser: flag -> {choices, default, takes}."""
+    table = {}
+    for action in parser._actions:
+        for flag in action.option_strings:
+            table[flag] = {
+                "choices": plain(list(action.choices)) if action.choices else None,
+                "default": plain(action.default),
+                "takes": 0 if action.nargs == 0 else action.nargs or 1,
+            }
+    return table
+
+
+def main(tree: Path, version: str, entry: str) -> None:
+    """Answer each line of stdin with one line on stdout; the engine's own prints go to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    enter(tree, version)
+    module = cli_args(tree)
+    parse = make_parser(module, entry == "serve")
+    empty = vars(parse([])).copy()
+
+    def case(argv: list[str]) -> dict[str, Any]:
+        space = vars(parse(argv))
+        return {k: plain(v) for k, v in sorted(space.items()) if k == "model" or plain(v) != plain(empty.get(k))}
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["stage"] == "flags":
+            result = caught(lambda: flags(module.make_arg_parser(module.FlexibleArgumentParser())))
+        else:
+            result = caught(functools.partial(case, request["argv"]))
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

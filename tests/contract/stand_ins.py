@@ -1,0 +1,257 @@
+"""Stand-ins for what an engine's parser imports but never needs: torch, compiled kernels, servers.
+
+torch stub: names only, so that the parser module imports; says nothing about tensors. The same holds for every other
+name in NAMES. A stand-in answers any attribute with another stand-in, can be called, subclassed, subscripted and used
+as a decorator, and computes nothing. Two things carry facts: `torch.dtype` members have their names and sizes, and
+`pynvml` describes the cards that a case asks for, so that the engine takes its own CUDA code path.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args, get_origin
+
+# Third-party packages that are never installed here. Anything else that is missing is a real ImportError.
+NAMES = set(
+    """
+    torch torchvision torchaudio triton xformers outlines outlines_core xgrammar llguidance lmformatenforcer gguf
+    compressed_tensors mistral_common zmq uvloop uvicorn prometheus_fastapi_instrumentator depyf cv2 PIL sentencepiece
+    tiktoken aiohttp cpuinfo partial_json_parser einops blake3 numba watchfiles setproctitle openai_harmony anthropic
+    mcp model_hosting_container_standards pybase64 cbor2 ijson scipy diskcache lark pynvml nvtx flashinfer opentelemetry
+    openai fastapi starlette prometheus_client pythonjsonlogger google requests urllib3
+    """.split()  # noqa: SIM905
+)
+TORCH_VERSION = "2.13.0"
+# Parts of the engine itself: what is compiled, what is not unpacked, and a configuration class that 0.9.2 registers
+# under a name which today's transformers has taken.
+ENGINE_NAMES = {
+    "vllm._C",
+    "vllm._C_stable_libtorch",
+    "vllm._core_C",
+    "vllm._moe_C",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.cumem_allocator",
+    "vllm.third_party",
+    "vllm.transformers_utils.configs.ovis",
+    "vllm.vllm_flash_attn",
+}
+
+
+class _Meta(abc.ABCMeta):
+    """A class whose unknown attributes are stand-ins, and which may be called, subscripted, joined with `|`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        value = make(f"{cls.__module__}.{cls.__qualname__}", name)
+        setattr(cls, name, value)
+        return value
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__dict__.get("_stand_in") and len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType):
+            return args[0]  # used as a bare decorator
+        return super().__call__(*args, **kwargs)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return object if isinstance(other, str) else super().__or__(other)
+
+    def __ror__(cls, other: Any) -> Any:
+        return object if isinstance(other, str) else super().__ror__(other)
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(())
+
+
+class _Base(metaclass=_Meta):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return {"type": "any"}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return make(type(self).__name__, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]  # the second half of a decorator with arguments
+        return _Base()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __getitem__(self, item: Any) -> Any:
+        return _Base()
+
+    def __setitem__(self, item: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def make(parent: str, name: str) -> Any:
+    """A new stand-in class called `name`."""
+    return _Meta(name, (_Base,), {"__module__": parent, "_stand_in": True})
+
+
+class StandIn(types.ModuleType):
+    """A module made of stand-ins; sub-modules are importable."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        value = sys.modules.get(f"{self.__name__}.{name}") or make(self.__name__, name)
+        setattr(self, name, value)
+        return value
+
+
+class _Torch(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return f"Name: torch\nVersion: {TORCH_VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(path)
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves stand-ins for NAMES, ENGINE_NAMES and everything below them."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        top = name.partition(".")[0]
+        if top in NAMES or name in ENGINE_NAMES or any(name.startswith(f"{n}.") for n in ENGINE_NAMES):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def find_distributions(self, context: Any) -> Iterator[Any]:
+        """Versions that the engine asks the package metadata for."""
+        if context.name == "torch":
+            yield _Torch()
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.served.append(module.__name__)
+        module.__version__ = TORCH_VERSION if module.__name__ == "torch" else "0.0.0"  # type: ignore[attr-defined]
+        fill = {
+            "torch": _torch,
+            "torch.cuda": _torch_cuda,
+            "torch.library": _torch_library,
+            "pynvml": _nvml,
+            "vllm.third_party.pynvml": _nvml,
+        }
+        if module.__name__ in fill:
+            fill[module.__name__](module)
+
+
+class _DType:
+    def __init__(self, name: str, itemsize: int) -> None:
+        self.name, self.itemsize = name, itemsize
+        self.is_floating_point = "float" in name
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return {"type": "is-instance", "cls": cls}
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name
+
+
+_DType.__name__ = _DType.__qualname__ = "dtype"
+_DType.__module__ = "torch"
+DTYPES = {
+    n: _DType(n, s)
+    for n, s in (
+        *(
+            (n, 1)
+            for n in ("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+        ),
+        *((n, 1) for n in ("float8_e8m0fnu", "float4_e2m1fn_x2")),
+        *((n, 2) for n in ("float16", "bfloat16", "int16", "uint16")),
+        *((n, 4) for n in ("float32", "int32", "uint32")),
+        *((n, 8) for n in ("float64", "int64", "uint64")),
+    )
+}
+
+
+def _torch(torch: Any) -> None:
+    torch.dtype = _DType
+    for name, value in DTYPES.items():
+        setattr(torch, name, value)
+    torch.half, torch.float, torch.long, torch.int = (DTYPES[n] for n in ("float16", "float32", "int64", "int32"))
+    torch.iinfo = lambda dtype: types.SimpleNamespace(
+        min=-(1 << 8 * dtype.itemsize - 1), max=(1 << 8 * dtype.itemsize - 1) - 1, bits=8 * dtype.itemsize
+    )
+    torch.double, torch.short = DTYPES["float64"], DTYPES["int16"]
+
+
+def _torch_library(library: Any) -> None:
+    library.infer_schema = _schema
+
+
+def _schema(function: Any, **kwargs: Any) -> str:
+    """An operator's schema, as far as the engine counts in it: one `Tensor` per value returned."""
+    returned = inspect.signature(function).return_annotation
+    many = get_args(returned) if get_origin(returned) is tuple else (returned,)
+    values = ["Tensor" for one in many if one not in (None, inspect.Signature.empty)]
+    return f"() -> ({', '.join(values)})" if len(values) != 1 else "() -> Tensor"
+
+
+def _torch_cuda(cuda: Any) -> None:
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: False
+    cuda.device_count = lambda: len(cards)
+    cuda._device_count_nvml = lambda: len(cards)
+
+
+cards: list[tuple[str, int, tuple[int, int]]] = [("NVIDIA GeForce RTX 4090", 24 << 30, (8, 9))] * 2
+
+
+def _nvml(nvml: Any) -> None:
+    nvml.__file__ = "pynvml.py"
+    nvml.NVMLError = type("NVMLError", (Exception,), {})
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: len(cards)
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetName = lambda handle: cards[handle][0]
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=cards[handle][1])
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: cards[handle][2]
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle:08d}"
+    nvml.nvmlDeviceGetP2PStatus = lambda *args: 1
+    nvml.NVML_P2P_STATUS_OK = 0
+
+
+def install() -> Finder:
+    """Put the stand-ins before every real finder."""
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    return finder
