@@ -13,7 +13,7 @@ from specrig.lab.hosts import LABEL, NETWORK
 
 
 def idle(client: Any) -> None:
-    """After the last host of all labs: remove hub, network and interrupted builds. Volumes stay, for a warm next time."""
+    """After the last host of all labs: remove hub, network and interrupted builds; volumes stay, as caches."""
     if hosts.find(client):
         return
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):

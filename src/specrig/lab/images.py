@@ -13,7 +13,6 @@ import ssl
 import subprocess
 import tarfile
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import docker
 from docker.errors import DockerException, ImageNotFound
 
+from specrig.lab import paths
 from specrig.lab.apt import apt_install, as_root
 from specrig.lab.errors import LabError
 from specrig.lab.progress import Progress
@@ -33,7 +33,6 @@ REGISTRY_TIMEOUT_S = 8
 _MMDEBSTRAP = ["--variant=minbase", "--dpkgopt=force-unsafe-io"] + [
     f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("man", "doc", "locale", "info")
 ]
-_building: dict[str, threading.Lock] = {}
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def build(client: Any, tag: str, dockerfile: str, files: Mapping[str, bytes], ba
 def ensure(client: Any, name: str, dockerfile: str, files: Mapping[str, bytes], base: str, label: str) -> str:
     """Return the tag `name`-<hash>, building it when it is not there."""
     tag = f"{PREFIX}{name}{digest([base, dockerfile, *(x for pair in sorted(files.items()) for x in pair)])}"
-    with _building.setdefault(tag, threading.Lock()):
+    with paths.exclusive(tag):
         if not present(client, tag):
             with Progress(label) as say:
                 build(client, tag, dockerfile, files, base, say)
@@ -134,7 +133,7 @@ def base_tag(os_name: str) -> str:
 def ensure_base(client: Any, os_name: str) -> str:
     """Return the tag of a plain Debian image: what is there, else from a registry, else made with mmdebstrap."""
     tag, distribution = base_tag(os_name), DISTRIBUTIONS[os_name]
-    with _building.setdefault(tag, threading.Lock()):
+    with paths.exclusive(tag):
         if present(client, tag):
             return tag
         with Progress(os_name) as say:

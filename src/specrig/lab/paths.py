@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from specrig.console import complain
 
 
 def state(lab: str | None = None) -> Path:
@@ -19,3 +24,15 @@ def cache(name: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrig" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Hold the lock `name` against other threads and other processes: two that make the same thing make it once."""
+    with (cache("lock") / name.replace("/", "_").replace(":", "_")).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            complain(f"waiting for another command that makes {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
