@@ -12,6 +12,8 @@ from specrig.host.progress import Progress
 
 POLL_S = 0.5
 TAIL = 30
+# What a process wrote last may reach the journal after systemd has seen it end.
+SETTLE_S = 0.3
 # Failed tries that make a start failed: one may be bad luck (a card not free yet), two are a cause.
 TRIES = 2
 _UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
@@ -123,14 +125,16 @@ def start(
     phase, detail, cursor, restarts = "starting", "", "", 0
     base = int(before.get("NRestarts") or 0)
     while True:
+        now = _state(unit)  # before the journal: the lines that explain a state are older than it
+        seconds = round(time.monotonic() - clock, 1)
+        invocation, active, sub = now.get("InvocationID", ""), now["ActiveState"], now["SubState"]
+        if active == "failed":
+            time.sleep(SETTLE_S)
         fresh = units.journal(unit, begin, cursor)
         cursor = fresh[-1].cursor if fresh else cursor
         lines = (lines + fresh)[-2000:]
         for line in fresh:
             phase, detail = phase_of(line.text) or (phase, detail)
-        now = _state(unit)
-        seconds = round(time.monotonic() - clock, 1)
-        invocation, active, sub = now.get("InvocationID", ""), now["ActiveState"], now["SubState"]
         idle = now.get("Job", "0") in ("", "0")
         progress.update(phase, message=detail or f"{active}/{sub}")
         if active == "active" and idle:

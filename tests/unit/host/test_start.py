@@ -1,0 +1,184 @@
+"""Following a unit, against a systemctl and a journalctl that play a start step by step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrig.host import start, units
+from specrig.host.errors import HostError
+
+from .test_pull import Recorder
+
+SYSTEMCTL = """#!{python}
+import json, pathlib, sys
+here = pathlib.Path(__file__).parent
+calls = here / "calls"
+argv = sys.argv[1:]
+if argv[0] != "show":
+    with calls.open("a") as out: print(*argv, file=out)
+    sys.exit(0)
+begun = calls.exists() and any(w.split()[0] in ("start", "restart") for w in calls.read_text().splitlines())
+script = json.loads((here / "script").read_text())
+step = here / "step"
+at = int(step.read_text()) if step.exists() else 0
+if begun: step.write_text(str(at + 1))
+state = script[min(at + 1, len(script) - 1) if begun else 0]
+for item in state["show"].items(): print("%s=%s" % item)
+"""
+JOURNALCTL = """#!{python}
+import json, pathlib, sys
+here = pathlib.Path(__file__).parent
+step = here / "step"
+at = int(step.read_text()) if step.exists() else 0
+script = json.loads((here / "script").read_text())
+lines = [line for state in script[: at + 1] for line in state.get("lines", [])]
+after = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--after-cursor")), -1)
+for n, (text, owner) in enumerate(lines):
+    if n > after:
+        print(json.dumps({"MESSAGE": text, "__CURSOR": str(n), "_PID": "7", "_SYSTEMD_INVOCATION_ID": owner}))
+"""
+UNIT = "specrig-chat.service"
+
+
+def show(active: str, sub: str, restarts: int = 0, **more: Any) -> dict[str, str]:
+    base = {"Id": UNIT, "LoadState": "loaded", "ActiveState": active, "SubState": sub, "NRestarts": str(restarts)}
+    return {**base, "Result": "success", "InvocationID": "now", "UnitFileState": "enabled", **more}
+
+
+INACTIVE = {"show": show("inactive", "dead")}
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(start, "POLL_S", 0.0)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, text in (("systemctl", SYSTEMCTL), ("journalctl", JOURNALCTL)):
+        (tmp_path / name).write_text(text.replace("{python}", sys.executable))
+        (tmp_path / name).chmod(0o755)
+
+    def run(*script: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[str], Recorder]:
+        (tmp_path / "script").write_text(json.dumps(script))
+        progress = Recorder()
+        result = start.start(UNIT, progress, **options)
+        calls = tmp_path / "calls"
+        return result, calls.read_text().splitlines() if calls.exists() else [], progress
+
+    return run
+
+
+def test_an_active_unit_is_left_alone(play: Any) -> None:
+    result, calls, _ = play({"show": show("active", "running")}, enable=True)
+    assert result["changed"] is False and calls == []
+
+
+def test_check_says_what_would_happen(play: Any) -> None:
+    assert play({"show": show("active", "running")}, check=True)[0]["changed"] is False
+    result, calls, _ = play({"show": show("active", "running")}, check=True, restart=True)
+    assert result["changed"] is True and calls == []
+    assert play({"show": show("inactive", "dead", LoadState="not-found")}, check=True)[0]["changed"] is True
+
+
+def test_phases_come_from_the_engines_own_lines(play: Any) -> None:
+    result, calls, progress = play(
+        INACTIVE,
+        {
+            "show": show("activating", "start", Job="7"),
+            "lines": [["INFO Starting to load model /models/target...", "now"]],
+        },
+        {
+            "show": show("activating", "start", Job="7"),
+            "lines": [["Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]", "now"]],
+        },
+        {"show": show("activating", "start-post", Job="7"), "lines": [["Capturing CUDA graphs: 10%", "now"]]},
+        {"show": show("active", "running")},
+    )
+    assert result["changed"] is True and calls == [f"start --no-block {UNIT}"]
+    phases = [(phase, message) for phase, _, _, message in progress.seen]
+    assert ("loading weights", "1/2 shards") in phases
+    assert ("capturing graphs", "activating/start-post") in phases
+
+
+def test_active_with_a_waiting_job_is_not_the_end(play: Any) -> None:
+    result, calls, _ = play(
+        {"show": show("active", "running")},
+        {"show": show("active", "running", Job="9")},
+        {"show": show("activating", "start", Job="9")},
+        {"show": show("active", "running")},
+        restart=True,
+    )
+    assert result["changed"] is True and calls == [f"restart --no-block {UNIT}"]
+
+
+def test_a_failure_brings_this_starts_lines_and_no_secret(play: Any) -> None:
+    lines = [["an older start's line", "before"], *[[f"line {n}", "now"] for n in range(40)]]
+    lines += [["non-default args: {'api_key': ['sk-verysecret', 'sk-second'], 'port': 8000}", "now"]]
+    lines += [["Authorization: Bearer sk-verysecret", "now"], ["ValueError: K is 40", "now"]]
+    with pytest.raises(HostError) as caught:
+        play(INACTIVE, {"show": show("failed", "failed", Result="exit-code", ExecMainStatus="1"), "lines": lines})
+    error = caught.value
+    assert error.code == "START_FAILED" and "exit-code, exit status 1" in error.cause
+    assert len(error.lines) == 30 and error.lines[-1] == "ValueError: K is 40"
+    text = json.dumps(error.as_json())
+    assert "sk-verysecret" not in text and "sk-second" not in text and "older start" not in text
+
+
+def test_one_failed_try_is_waited_out_and_two_are_an_error(play: Any) -> None:
+    waiting = {"show": show("activating", "auto-restart", 0, Result="exit-code")}
+    again = {"show": show("activating", "start", 1)}
+    assert play(INACTIVE, waiting, again, {"show": show("active", "running", 1)})[0]["restarts"] == 1
+
+
+def test_two_failed_tries_are_an_error(play: Any) -> None:
+    waiting = {"show": show("activating", "auto-restart", 0, Result="exit-code")}
+    again = {"show": show("activating", "start", 1)}
+    with pytest.raises(HostError) as caught:
+        play(INACTIVE, waiting, again, {"show": show("activating", "auto-restart", 1, Result="oom-kill")})
+    assert caught.value.code == "START_LOOP" and "oom-kill" in caught.value.cause
+
+
+def test_a_restart_count_from_before_does_not_count(play: Any) -> None:
+    before = {"show": show("active", "running", 5)}
+    steps = [{"show": show("deactivating", "stop", 5, Job="1")}, {"show": show("activating", "start", 0, Job="1")}]
+    assert play(before, *steps, {"show": show("active", "running", 0)}, restart=True)[0]["restarts"] == 0
+
+
+def test_a_failed_unit_gets_a_new_budget(play: Any) -> None:
+    _, calls, _ = play({"show": show("failed", "failed")}, {"show": show("active", "running")})
+    assert calls == [f"reset-failed {UNIT}", f"start --no-block {UNIT}"]
+
+
+def test_a_timeout_names_the_phase(play: Any) -> None:
+    with pytest.raises(HostError) as caught:
+        play(INACTIVE, {"show": show("activating", "start", Job="7"), "lines": [["Warming up", "now"]]}, timeout=0.2)
+    assert caught.value.code == "START_TIMEOUT" and "warming up" in caught.value.cause
+
+
+def test_a_unit_that_is_not_there(play: Any) -> None:
+    with pytest.raises(HostError, match="START_NO_UNIT"):
+        play({"show": show("inactive", "dead", LoadState="not-found")})
+    with pytest.raises(HostError, match="START_NO_UNIT"):
+        start.start("a; reboot", Recorder())
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("token hf_abcdefghijkl used", "token *** used"),
+        ("--api-key sk-1 --port 1", "--api-key *** --port 1"),
+        ("VLLM_API_KEY=abc", "VLLM_API_KEY=***"),
+        ("password: 'x y'", "password: *** y'"),
+        ("Avg generation throughput: 12.0 tokens/s", "Avg generation throughput: 12.0 tokens/s"),
+        ("num_speculative_tokens=5, max_tokens: 7", "num_speculative_tokens=5, max_tokens: 7"),
+    ],
+)
+def test_redaction(text: str, wanted: str) -> None:
+    assert units.redact(text) == wanted
+
+
+def test_coloured_lines_are_read() -> None:
+    assert units._message([27, 91, 51, 50, 109, 79, 75, 27, 91, 48, 109]) == "OK"
