@@ -38,7 +38,7 @@ def it_fits(s: Service) -> Iterator[Finding]:
             f" ({card.card.title} at {account.demand.utilization:g})"
         )
         yield finding("VRAM_MODELS_DO_NOT_FIT", cause, _ways_out(s, account))
-    elif not account.fits:
+    elif not account.fits and s.decl.max_model_len <= s.target.config.max_position_embeddings:
         cause = (
             f"max_model_len {s.decl.max_model_len} needs {s.decl.max_model_len} tokens of KV cache, card {card.index}"
             f" has room for {card.kv_tokens}; the largest that fits is {account.largest_max_model_len}"

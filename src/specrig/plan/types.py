@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MAX_K_UNMEASURED = 6
 MAX_K = 12
@@ -17,6 +17,15 @@ Method = Literal["draft_model", "ngram", "eagle3", "pard", "none"]
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Repo = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
+
+
+def _json_only(value: dict[str, Any]) -> dict[str, Any]:
+    """What can not be written to a JSON file is refused here. Raises ValueError."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it can not be written as JSON ({type(error).__name__})") from None
+    return value
 
 
 class Declared(BaseModel):
@@ -88,7 +97,7 @@ class HostDecl(Declared):
     rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
-    rig_docker_daemon_options: dict[str, Any] = Field(
+    rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
     )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")

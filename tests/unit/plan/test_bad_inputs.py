@@ -1,0 +1,193 @@
+"""Bad input is refused on the controller, each kind with its own code, a cause that names it, and a fix."""
+
+from typing import Any
+
+import pytest
+
+from specrig.plan import plan_host
+from tests.unit.plan.tiny import r1, service, tiny, tiny_lock
+
+P = "rtx4090_r1_14b"
+TARGET = {"repo": "casperhansen/deepseek-r1-distill-qwen-14b-awq"}
+
+
+def _deep() -> dict[str, Any]:
+    deep: dict[str, Any] = {}
+    deep["rig_gpus"] = [deep]
+    return deep
+
+
+# declaration, code, what the cause must show
+BAD: list[tuple[Any, str, str]] = [
+    (None, "NOT_A_MAPPING", "empty"),
+    ("rtx4090_r1_14b", "NOT_A_MAPPING", "rtx4090_r1_14b"),
+    ([], "NOT_A_MAPPING", "list"),
+    ({}, "NOTHING_DECLARED", "rig_profile"),
+    (_deep(), "NESTED_TOO_DEEP", "12"),
+    ({"rig_profile": P, "rig_speculate": False}, "UNKNOWN_FIELD", "rig_speculation"),
+    (r1(max_model_length=1), "UNKNOWN_FIELD", "max_model_len"),
+    ({"rig_profile": "rtx4091"}, "PROFILE_UNKNOWN", "rtx4091"),
+    ({"rig_profile": 4090}, "WRONG_TYPE", "4090"),
+    ({"rig_profile": P, "rig_services": {"name": "a"}}, "WRONG_TYPE", "a mapping"),
+    ({"rig_profile": P, "rig_services": ["r1-14b"]}, "WRONG_TYPE", "r1-14b"),
+    (r1(k="5"), "WRONG_TYPE", "'5'"),
+    (r1(k=True), "WRONG_TYPE", "true"),
+    (r1(k=2.5), "WRONG_TYPE", "2.5"),
+    (r1(port="8000"), "WRONG_TYPE", "port"),
+    (r1(env={"A": 1}), "WRONG_TYPE", "env.A"),
+    (r1(extra_args="--seed 1"), "WRONG_TYPE", "--seed"),
+    (r1(eager="yes"), "WRONG_TYPE", "eager"),
+    (r1(k=0), "K_ZERO_WITH_DRAFT", "k is 0"),
+    (r1(k=40), "K_TOO_LARGE", "40"),
+    (r1(k=-1), "K_NEGATIVE", "-1"),
+    (r1(k=10**400), "K_TOO_LARGE", "very large"),
+    (r1(k=8), "K_UNMEASURED", "8"),
+    (r1(k=3, draft=None, method="none"), "K_WITHOUT_METHOD", "3"),
+    (tiny(draft={"repo": "specrig-lab/tiny-target"}), "DRAFT_IS_TARGET", "tiny-target"),
+    (r1(tensor_parallel=2), "TP_EXCEEDS_GPUS", "2"),
+    (r1(tensor_parallel=0), "TP_INVALID", "0"),
+    (r1(tensor_parallel=3, host={"rig_gpus": [{"name": "rtx_4090", "count": 3}]}), "TP_DOES_NOT_DIVIDE", "40 heads"),
+    (service("dual_rtx3090_r1_32b_tp2", "r1-32b", draft_tensor_parallel=1), "DRAFT_TP", "1"),
+    (r1(version="0.10.2"), "METHOD_VERSION_WINDOW", "0.9.2 and 0.15.0"),
+    (r1(method="pard", version="0.33.0"), "DRAFT_KIND", "pard"),
+    (r1(method="medusa"), "METHOD_UNKNOWN", "medusa"),
+    (r1(draft=None, method="draft_model"), "DRAFT_MISSING", "draft"),
+    (r1(method="ngram"), "DRAFT_UNUSED", "ngram"),
+    (r1(vocab="heterogeneous", version="0.16.0"), "VOCAB_MODE_VERSION", "0.25.0"),
+    (r1(vocab="crop"), "VOCAB_MODE_UNKNOWN", "crop"),
+    (r1(image="vllm/vllm-openai:latest"), "IMAGE_LATEST", "latest"),
+    (r1(image="vllm/vllm-openai"), "IMAGE_LATEST", "no tag"),
+    (r1(image="vllm/vllm-openai:v0.33.0 -v /:/host"), "IMAGE_INVALID", "-v"),
+    (r1(image="vllm/vllm-openai:v0.26.0"), "IMAGE_VERSION_MISMATCH", "0.26.0"),
+    (tiny(image="specrig-lab-hub:5000/engine-vllm-cpu:0.31.0"), "IMAGE_VERSION_MISMATCH", "0.31.0"),
+    (r1(version="0.34.0"), "VERSION_UNKNOWN", "0.34.0"),
+    (r1(version="0.5.0"), "VERSION_TOO_OLD", "0.6.4.post1"),
+    (r1(version="v1"), "VERSION_INVALID", "v1"),
+    (r1(version="0." + "9" * 4000), "VERSION_INVALID", "…"),
+    (r1(engine="sglang"), "ENGINE_UNKNOWN", "sglang"),
+    (r1(device="rocm"), "DEVICE_UNKNOWN", "rocm"),
+    (r1(target={**TARGET, "revision": "main"}), "REVISION_NOT_COMMIT", "main"),
+    (r1(target={**TARGET, "revision": "abc123"}), "REVISION_NOT_COMMIT", "abc123"),
+    (r1(target={"repo": "gpt2"}), "MODEL_NAME_INVALID", "gpt2"),
+    (r1(target={"repo": "../..//etc/passwd"}), "MODEL_NAME_INVALID", "passwd"),
+    (r1(target={"repo": "nobody/nothing"}), "MODEL_UNKNOWN", "nobody/nothing"),
+    (r1(max_model_len=65536), "VRAM_OVERCOMMIT", "largest that fits"),
+    (r1(target={"repo": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"}), "VRAM_MODELS_DO_NOT_FIT", "GiB"),
+    (r1(gpu_memory_utilization=1.0), "UTIL_TOO_HIGH", "1"),
+    (r1(gpu_memory_utilization=0.92, version="0.9.2"), "UTIL_TOO_HIGH", "outside the budget"),
+    (r1(gpu_memory_utilization=0.0), "UTIL_INVALID", "0.0"),
+    (r1(gpu_memory_utilization=float("nan")), "UTIL_INVALID", "nan"),
+    (r1(max_model_len=131328), "CONTEXT_TOO_LONG", "131072"),
+    (r1(max_model_len=0), "CONTEXT_INVALID", "0"),
+    (r1(max_num_seqs=256), "SPEC_HIGH_CONCURRENCY", "256"),
+    (r1(max_num_seqs=0), "CONCURRENCY_INVALID", "0"),
+    (r1(draft={"repo": "alamios/DeepSeek-R1-DRAFT-Qwen2.5-0.5B"}, max_model_len=33024), "DRAFT_CONTEXT_SHORT", "32768"),
+    (r1(host={"rig_gpus": [{"name": "rtx_4091"}]}), "GPU_UNKNOWN", "rtx_4091"),
+    (r1(host={"rig_gpus": []}), "DEVICE_NEEDS_GPU", "no card"),
+    (r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 99}]}), "GPU_COUNT_INVALID", "99"),
+    (r1(host={"rig_gpus": [{"name": "tesla_p40"}]}), "GPU_TOO_OLD", "6.1"),
+    (r1(gpus=[1]), "GPU_INDEX_UNKNOWN", "0 to 0"),
+    (r1(host={"rig_driver": {"branch": 550}}, version="0.33.0"), "DRIVER_TOO_OLD", "580.65.06"),
+    (r1(host={"rig_driver": {"version": "550.54.14"}}, version="0.26.0"), "DRIVER_TOO_OLD", "550.54.14"),
+    (r1(host={"rig_driver": {"branch": 12}}), "DRIVER_INVALID", "12"),
+    (r1(host={"rig_driver": {"branch": 535, "version": "580.65.06"}}), "DRIVER_CONTRADICTION", "535"),
+    (r1(port=22), "PORT_INVALID", "22"),
+    (r1(port=70000), "PORT_INVALID", "70000"),
+    (r1(bind="0.0.0.0"), "BIND_EXPOSED_WITHOUT_KEY", "0.0.0.0"),
+    (r1(bind="::"), "BIND_EXPOSED_WITHOUT_KEY", "::"),
+    (r1(bind="everywhere"), "BIND_INVALID", "everywhere"),
+    (r1(host={"rig_api_key": "short"}), "API_KEY_INVALID", "5 characters"),
+    (r1(extra_args=["--api-key=hunter2hunter2hunter2"]), "SECRET_IN_ARGS", "--api-key"),
+    (r1(extra_args=["--api_key", "x"]), "SECRET_IN_ARGS", "--api-key"),
+    (r1(extra_args=["--api-k", "x"]), "SECRET_IN_ARGS", "--api-k"),
+    (r1(env={"VLLM_API_KEY": "x"}), "SECRET_IN_ENV", "VLLM_API_KEY"),
+    (r1(extra_args=["--max_model_len=1"]), "FLAG_OWNED", "--max-model-len"),
+    (r1(extra_args=["-tp", "2"]), "FLAG_OWNED", "--tensor-parallel-size"),
+    (r1(extra_args=["--no-enforce-eager"]), "FLAG_OWNED", "enforce-eager"),
+    (r1(extra_args=["--swap-space", "4"]), "FLAG_NOT_IN_VERSION", "--swap-space"),
+    (r1(extra_args=["/models/other"]), "ARG_POSITIONAL", "/models/other"),
+    (r1(extra_args=["--seed", "1\n[Service]\nUser=root"]), "CONTROL_CHARACTER", "extra_args"),
+    (r1(env={"A": "\x00"}), "CONTROL_CHARACTER", "A"),
+    (r1(env={"LD PRELOAD": "x"}), "ENV_NAME_INVALID", "LD PRELOAD"),
+    (r1(env={"HF_HUB_OFFLINE": "0"}), "ENV_OWNED", "HF_HUB_OFFLINE"),
+    (r1(served_name="a b"), "SERVED_NAME_INVALID", "a b"),
+    ({"rig_profile": P, "rig_models_root": "/srv/../etc/x y"}, "MODELS_ROOT_INVALID", "x y"),
+    ({"rig_profile": P, "rig_hub_endpoint": "file:///etc"}, "HUB_ENDPOINT_INVALID", "file"),
+    ({"rig_services": [{"name": "../x", "target": TARGET}]}, "SERVICE_NAME_INVALID", "../x"),
+    ({"rig_services": [{"target": TARGET}]}, "FIELD_MISSING", "name"),
+    ({"rig_services": [{"name": "a"}]}, "FIELD_MISSING", "target"),
+    (r1(extra_args=["x" * 65536]), "TOO_LONG", "extra_args"),
+    (tiny(env={"VLLM_CPU_KVCACHE_SPACE": "0"}), "CPU_CACHE_TOO_SMALL", "2048"),
+]
+
+
+@pytest.mark.parametrize(
+    ("declaration", "code", "shows"), BAD, ids=[f"{i}-{code}" for i, (_, code, _) in enumerate(BAD)]
+)
+def test_refused(declaration: Any, code: str, shows: str) -> None:
+    plan = plan_host("bad", declaration)
+    assert {found.code for found in plan.refusals} == {code}
+    found = next(found for found in plan.refusals if found.code == code)
+    assert shows in found.cause
+    assert len(found.cause) < 400
+    assert found.fix
+    assert plan.as_json()["ok"] is False
+
+
+def test_there_are_fifty_kinds() -> None:
+    assert len({code for _, code, _ in BAD}) >= 50
+
+
+def test_several_faults_are_told_at_once() -> None:
+    plan = plan_host(
+        "bad", {"rig_profile": "nope", "rig_speculation": "no", "rig_services": [{"name": "A"}], "rig_x": 1}
+    )
+    assert {"PROFILE_UNKNOWN", "WRONG_TYPE", "SERVICE_NAME_INVALID", "UNKNOWN_FIELD"} <= {f.code for f in plan.refusals}
+
+
+def test_tokenizers_that_differ() -> None:
+    plan = plan_host("bad", {"rig_profile": "cpu_demo"}, tiny_lock(fingerprints=("a", "b")))
+    assert [found.code for found in plan.refusals] == ["TOKENIZER_DIFFERS"]
+    assert "aaaaaaaaaaaa" in plan.refusals[0].cause and "bbbbbbbbbbbb" in plan.refusals[0].cause
+
+
+def test_a_draft_wider_than_its_target_can_not_be_padded() -> None:
+    plan = plan_host("bad", {"rig_profile": "cpu_demo"}, tiny_lock(draft={"vocab_size": 2048}))
+    assert [found.code for found in plan.refusals] == ["VOCAB_PAD_IMPOSSIBLE"]
+
+
+def test_two_services_on_one_port() -> None:
+    other = {"name": "other", "device": "cpu", "image": "x/cpu:0.32.0", "version": "0.32.0", "max_model_len": 2048}
+    for bind, clash in (("127.0.0.1", True), ("127.0.0.2", False)):
+        item = {**other, "target": {"repo": "specrig-lab/tiny-target"}, "bind": bind}
+        plan = plan_host("bad", {"rig_profile": "cpu_demo", "rig_services": [item]})
+        assert [found.code for found in plan.refusals] == (["PORT_CLASH"] if clash else [])
+
+
+@pytest.mark.parametrize(
+    "lock", ["lock", [], {"models": []}, {"models": {"specrig-lab/tiny-target": 1}}, {"models": 7}]
+)
+def test_a_lock_that_is_none(lock: Any) -> None:
+    plan = plan_host("bad", {"rig_profile": "cpu_demo"}, lock)
+    assert {found.code for found in plan.refusals} == {"LOCK_INVALID"}
+
+
+@pytest.mark.parametrize("facts", ["facts", [1], {"driver_version": 1}, {"gpus": {}}, {"gpus": [{"uuid": "x"}]}])
+def test_facts_that_are_none(facts: Any) -> None:
+    plan = plan_host("bad", {"rig_profile": P}, None, facts)
+    assert {found.code for found in plan.refusals} == {"FACTS_INVALID"}
+
+
+def test_no_secret_is_ever_told() -> None:
+    secret = "hunter2-hunter2-hunter2"
+    for declaration in (
+        r1(host={"rig_api_key": secret}),
+        r1(host={"rig_api_key": [secret]}),
+        r1(host={"rig_api_key": secret + "\n"}),
+        r1(env={"HF_TOKEN": secret}),
+        r1(env={"A": {"b": secret}}),
+        r1(extra_args=["--api-key=" + secret]),
+    ):
+        plan = plan_host("bad", declaration)
+        told = plan.as_json()
+        assert secret not in str(told["refusals"]) + str(told["warnings"]) + str(told["host"])
