@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specrig.host.errors import COULD_NOT_RUN, HostError
-from specrig.host.progress import line, write_json
+from specrig.host.progress import STARTING, line, write_json
 from specrig.host.units import redact
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -163,7 +163,7 @@ def poll(name: str, wait: float = 0.0) -> dict[str, Any]:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    progress = _read(files.path("json")) or {"phase": "starting"}
+    progress = _read(files.path("json")) or {"phase": STARTING}
     return {"job": name, "state": "running", "changed": False, "progress": progress, "line": line(progress)}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 # The rate is the mean over this many seconds: long enough to be steady, short enough to show a stall.
 WINDOW_S = 10.0
+STARTING = "starting"
 
 
 def amount(count: float) -> str:
@@ -67,7 +68,7 @@ class Progress:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._samples: deque[tuple[float, float]] = deque()
-        self._state: dict[str, Any] = {"phase": "start", "done": None, "total": None, "unit": "B", "message": ""}
+        self._state: dict[str, Any] = {"phase": STARTING, "done": None, "total": None, "unit": "B", "message": ""}
         self._since = time.monotonic()
         self._printed = ("", 0.0)
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -125,7 +126,7 @@ class Progress:
         if self._path is not None:
             with contextlib.suppress(OSError):  # progress must never be what breaks the work
                 write_json(self._path, state)
-        elif not self._quiet:
+        elif not self._quiet and self._state["phase"] != STARTING:
             text, now = line(state), time.monotonic()
             if state["phase"] != self._printed[0] or now - self._printed[1] >= 2.0:
                 print(text, file=sys.stderr, flush=True)

@@ -152,6 +152,7 @@ def ready(
         try:
             status, _ = call(url, "/health", timeout=min(5, left))
             if status == 200:
+                note = note if phase == "warming" else ""
                 enter("warming")
                 note = _complete(url, model, key, min(120, left)) or ""
                 if not note:
@@ -160,7 +161,8 @@ def ready(
                 note = f"/health says HTTP {status}"
                 enter("loading")
         except (OSError, http.client.HTTPException) as error:
-            note = "" if isinstance(error, ConnectionRefusedError) else str(error)
+            # Docker's proxy takes the connection and drops it as long as nothing listens behind it.
+            note = "" if isinstance(error, ConnectionError) else str(error)
             enter("loading" if phase == "warming" or _port_open(url) else "waiting for port")
         time.sleep(min(POLL_S, max(left, 0.05)))
     note = ""

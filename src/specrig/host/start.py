@@ -17,33 +17,36 @@ SETTLE_S = 0.3
 # Failed tries that make a start failed: one may be bad luck (a card not free yet), two are a cause.
 TRIES = 2
 _UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
-# vLLM's own words (0.6 to 0.2x), in the order of a start; the first that matches names the phase.
+# vLLM's own words (0.6 to 0.32), after its "(process) LEVEL time [file:line]" prefix; the first that matches names the phase.
 PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), phase)
     for pattern, phase in (
-        (r"application startup complete|specrig: warming", "warming up"),
-        (r"specrig: ready", "ready"),
-        (r"captur\w* (cuda )?graph|graph captur", "capturing graphs"),
-        (r"warm(ing)?[ -]?up", "warming up"),
-        (r"torch\.compile|dynamo bytecode|compil(ing|ation)|inductor", "compiling"),
-        (r"kv cache|available memory|memory profiling|# (gpu|cpu) blocks", "sizing the KV cache"),
         (
-            r"loading (safetensors|weights|drafter|model weights|pt checkpoint)|starting to load model|loading model",
-            "loading weights",
-        ),
-        (
-            r"initializing a v\d+ llm engine|initializing an llm engine|engine core|api server version",
+            r"initializing an? (v\d+ )?llm engine|api server version|non-default args|resolved architecture",
             "starting the engine",
         ),
+        (r"starting to load model|loading model weights|loading drafter model|loading weights", "loading weights"),
+        (r"torch\.compile|bytecode transform|compiling a graph|start compiling|compile range", "compiling"),
+        (r"captur\w* (the )?(cuda |model )?graph|capturing the model|graph capturing", "capturing graphs"),
+        (r"warm(ing)?[ -]?up", "warming up"),
+        (r"kv cache|memory profiling|# (gpu|cpu|cuda) blocks", "sizing the KV cache"),
+        (r"starting vllm (api )?server|application startup|available routes", "opening the port"),
+        (r"specrig: warming", "first token"),
     )
 )
-_SHARDS = re.compile(r"(\d+)% Completed \| (\d+/\d+)")
+_PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\] *")
+# Lines that name a phase and do not begin it: what is switched off, and the statistics of a running engine.
+_NOT_A_PHASE = re.compile(r"disabl|throughput|enforce.eager", re.IGNORECASE)
+_SHARDS = re.compile(r"\d+% Completed \| (\d+/\d+)")
 
 
 def phase_of(text: str) -> tuple[str, str] | None:
     """(phase, detail) that a log line announces, or None."""
     if match := _SHARDS.search(text):
-        return "loading weights", f"{match[2]} shards"
+        return "loading weights", f"{match[1]} shards"
+    text = _PREFIX.sub("", text)
+    if _NOT_A_PHASE.search(text):
+        return None
     return next(((phase, "") for pattern, phase in PHASES if pattern.search(text)), None)
 
 
@@ -98,7 +101,8 @@ def start(
     if not check:
         reload_if_needed(unit)
     before = _state(unit)
-    enable = enable and before.get("UnitFileState") != "enabled"
+    # A unit without [Install] is "static": there is nothing to enable, now or at the next run.
+    enable = enable and before.get("UnitFileState") in ("disabled", "enabled-runtime", "linked", "linked-runtime")
     if enable and not check:
         done = units.run("systemctl", "enable", unit)
         if done.returncode != 0:

@@ -165,6 +165,30 @@ def test_a_unit_that_is_not_there(play: Any) -> None:
         start.start("a; reboot", Recorder())
 
 
+# As vLLM 0.32.0 wrote them on a CPU, shortened; the last ones as 0.1x writes them on a card.
+LINES = """
+- | (APIServer pid=9) WARNING 12-01 03:30:31 [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs, warmup.
+- | (APIServer pid=9) WARNING 12-01 03:30:31 [vllm.py:1727] Inductor compilation was disabled by user settings
+- | (APIServer pid=9) INFO 12-01 03:30:31 [compilation.py:317] Enabled custom fusions: norm_quant, act_quant
+starting the engine | (EngineCore pid=26) INFO 12-01 03:30:46 [core.py:133] Initializing a V1 LLM engine (v0.32.0) warmup
+loading weights | (Worker pid=37) INFO 12-01 03:30:57 [cpu_model_runner.py:68] Starting to load model /models/target...
+sizing the KV cache | (EngineCore pid=26) INFO 12-01 03:30:59 [kv_cache_utils.py:2327] CPU KV cache size: 87,296 tokens
+warming up | (EngineCore pid=26) INFO 12-01 03:31:01 [core.py:402] init engine (profile, create kv cache, warmup model) took 2
+opening the port | INFO:     Application startup complete.
+first token | specrig: warming, 55 s
+- | (APIServer pid=9) INFO [loggers.py:335] Avg generation throughput: 0.1 tokens/s, GPU KV cache usage: 0.0%
+- | INFO:     172.17.0.1:48836 - "GET /health HTTP/1.1" 200 OK
+compiling | (EngineCore pid=26) INFO 12-01 03:30:59 [backends.py:540] Dynamo bytecode transform time: 8.70 s
+capturing graphs | Capturing CUDA graph shapes: 100%|##########| 35/35 [00:20<00:00]
+"""
+
+
+@pytest.mark.parametrize("line", LINES.strip().splitlines())
+def test_lines_of_a_real_start(line: str) -> None:
+    wanted, _, text = line.partition(" | ")
+    assert (start.phase_of(text) or ("-", ""))[0] == wanted
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
