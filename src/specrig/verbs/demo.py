@@ -13,19 +13,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from specrig import runner
 from specrig.bench.client import Acceptance, Completion, Endpoint, acceptance, complete, counters
 from specrig.console import CannotRun, confirm, say
-from specrig.files import write_atomically
-from specrig.lab import Lab, hosts, tiny
-from specrig.staging.lock import lock_model
-from specrig.verbs.models import save
+from specrig.lab import Lab, cleanup, engine, hosts, rigs
 
 LAB, HOST, SERVICE, PORT = "demo", "demo", "tiny", 8000
 PROMPT, TOKENS = "What does the License grant?", 400
@@ -42,7 +36,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb = verbs.add_parser("demo", help="watch a bare host become an endpoint, here, without a GPU")
     verb.add_argument("--yes", action="store_true", help="do not ask")
     verb.add_argument("--keep", action="store_true", help="leave the host running at the end")
-    verb.add_argument("--destroy", action="store_true", help="remove everything that a demo has made, images and caches too")
+    verb.add_argument(
+        "--destroy", action="store_true", help="remove everything that a demo has made, images and caches too"
+    )
     verb.set_defaults(run=run)
 
 
@@ -70,21 +66,19 @@ class Clock:
 def run(options: argparse.Namespace) -> int:
     """Build, converge, measure, tell."""
     if options.destroy:
-        Lab(LAB, assume_yes=True).destroy()
-        say("removed: the demo's hosts, volumes, images and caches")
-        return 0
+        return destroy()
     say(PLAN)
     if not confirm("Go on?", yes=options.yes or bool(os.environ.get("CI"))):
         raise CannotRun("the demo was not agreed to", "./rig demo --yes", "NOT_AGREED")
     clock = Clock(time.monotonic(), [])
     with clock.part("A bare host, a hub, an engine image"):
-        inventory = build()
+        inventory = rigs.up(Lab(LAB, assume_yes=True), {HOST: "debian-13"})
     with clock.part("Converge, speculation off (K=0)"):
         converge(inventory, speculation=False)
-    plain, _ = measure(inventory)
+    plain, _ = measure()
     with clock.part("Converge, speculation on (K=5): one switch"):
         converge(inventory, speculation=True)
-    spec, accepted = measure(inventory)
+    spec, accepted = measure()
     report(plain, spec, accepted)
     say("\n── systemctl status")
     on_host("systemctl", "status", "--no-pager", "--lines", "0", f"specrig-{SERVICE}.service")
@@ -93,8 +87,18 @@ def run(options: argparse.Namespace) -> int:
         say(WHERE_NEXT.format(inventory=inventory.relative_to(runner.ROOT)))
     else:
         Lab(LAB).down()
-        say("\nThe host is gone; images and caches stay for the next time (./rig demo --destroy removes them). --keep leaves the host running.")
+        say(
+            "\nThe host is gone; images and caches stay for the next time (./rig demo --destroy removes them). --keep leaves the host running."
+        )
     return 0 if same_text(plain, spec) and accepted.accepted > 0 else 1
+
+
+def destroy() -> int:
+    """Remove what any lab has made; without a Docker Engine there is nothing."""
+    client = engine.connect()
+    removed = cleanup.everything(client) if client else {}
+    say(f"removed: {', '.join(f'{number} {what}' for what, number in removed.items()) or 'nothing was there'}")
+    return 0
 
 
 WHERE_NEXT = """
@@ -106,41 +110,15 @@ Where to look next (the host runs on):
   ./rig demo --destroy"""
 
 
-def build() -> Path:
-    """Hosts, hub, models and engine image; the slow parts side by side. Returns the inventory."""
-    lab = Lab(LAB, assume_yes=True)
-    lab.ensure_hub()
-    with ThreadPoolExecutor() as pool:
-        image = pool.submit(lab.ensure_engine_image)
-        inventory = lab.up({HOST: "debian-13"})
-        publish_pair(lab, inventory)
-        image.result()
-    return inventory
-
-
-def publish_pair(lab: Lab, inventory: Path) -> None:
-    """Make the tiny pair, put it on the hub double, lock it, and declare the lab's hosts."""
-    hub = lab.ensure_hub()
-    text = (runner.ROOT / "LICENSE").read_text()
-    locked = {}
-    for model in tiny.build_pair(text, inventory.parent / "models"):
-        lab.publish_model(model.repo, model.revision, model.directory)
-        locked[model.repo] = lock_model(model.repo, model.revision, f"http://{hub.hub_local}")
-    save(runner.lock_path(inventory), locked)
-    declaration = {
-        "rig_profile": "cpu_demo",
-        "rig_hub_endpoint": hub.hub_url,
-        # The lab's registry has no TLS; a real rig pulls from a registry that has.
-        "rig_docker_daemon_options": {"insecure-registries": [hub.registry]},
-    }
-    write_atomically(inventory.parent / "group_vars" / "rigs.yml", yaml.safe_dump(declaration, sort_keys=False))
-
-
 def converge(inventory: Path, *, speculation: bool) -> None:
     """Run the site playbook, as `./rig up` does."""
     words = ["-e", f"{{rig_speculation: {str(speculation).lower()}}}"]
     if runner.playbook("site", inventory, words):
-        raise CannotRun("the playbook did not end well (its own words are above)", "./rig demo --keep, then ./rig lab ssh demo --lab demo", "DEMO_FAILED")
+        raise CannotRun(
+            "the playbook did not end well (its own words are above)",
+            "./rig demo --keep, then ./rig lab ssh demo --lab demo",
+            "DEMO_FAILED",
+        )
 
 
 def host() -> hosts.Host:
@@ -159,11 +137,15 @@ def on_host(*command: str) -> str:
 def endpoint() -> Iterator[Endpoint]:
     """The service, which listens on the host's loopback, through an SSH tunnel: how a person reaches it too."""
     ssh = hosts.ssh_command(host())
-    key = subprocess.run([*ssh, "sudo", "cat", f"/etc/specrig/services/{SERVICE}/api-key"], check=True, capture_output=True, text=True).stdout.strip()
+    key = subprocess.run(
+        [*ssh, "sudo", "cat", f"/etc/specrig/services/{SERVICE}/api-key"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         local = probe.getsockname()[1]
-    tunnel = subprocess.Popen([*ssh[:-1], "-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local}:127.0.0.1:{PORT}", ssh[-1]])
+    tunnel = subprocess.Popen(
+        [*ssh[:-1], "-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local}:127.0.0.1:{PORT}", ssh[-1]]
+    )
     try:
         wait_for_port(local)
         yield Endpoint(f"http://127.0.0.1:{local}", SERVICE, key)
@@ -182,14 +164,16 @@ def wait_for_port(port: int, timeout: float = 20) -> None:
     raise CannotRun("the tunnel to the demo host did not open", "./rig lab ssh demo --lab demo", "DEMO_TUNNEL")
 
 
-def measure(inventory: Path) -> tuple[list[Completion], Acceptance]:
+def measure() -> tuple[list[Completion], Acceptance]:
     """A warm-up, then two greedy completions, the first one shown as it streams."""
-    del inventory
     with endpoint() as server:
         complete(server, PROMPT, 16)
         before = counters(server)
         say(f"\n> {PROMPT}")
-        done = [complete(server, PROMPT, TOKENS, lambda piece: print(piece, end="", flush=True)), complete(server, PROMPT, TOKENS)]
+        done = [
+            complete(server, PROMPT, TOKENS, lambda piece: print(piece, end="", flush=True)),
+            complete(server, PROMPT, TOKENS),
+        ]
         say("")
         return done, acceptance(before, counters(server))
 

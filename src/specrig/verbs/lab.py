@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 
 from specrig.console import complain
-from specrig.lab import Lab, LabError, cleanup, engine, hosts
+from specrig.lab import Lab, LabError, cleanup, engine, hosts, rigs
 from specrig.lab.images import DISTRIBUTIONS
 
 
@@ -23,9 +23,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shared.add_argument("--lab", default="lab", metavar="NAME", help="which lab (default: lab)")
     shared.add_argument("--yes", action="store_true", help="install and start a Docker Engine without asking")
 
-    up = actions.add_parser("up", parents=[shared], help="bring hosts up; prints the inventory's path")
-    up.add_argument("names", nargs="*", default=["alpha"], metavar="NAME", help="host names (default: alpha)")
-    up.add_argument("--os", default="debian-13", choices=list(DISTRIBUTIONS))
+    up = actions.add_parser("up", parents=[shared], help="bring hosts up, ready for ./rig up; prints the inventory's path")
+    up.add_argument("names", nargs="*", default=["alpha"], metavar="NAME[=OS]", help="host names (default: alpha)")
+    up.add_argument("--os", default="debian-13", choices=list(DISTRIBUTIONS), help="of hosts that name none")
+    less = up.add_mutually_exclusive_group()
+    less.add_argument("--bare", action="store_true", help="hosts only: no hub, no models, no engine image")
+    less.add_argument("--no-engine", action="store_true", help="hosts, hub and models, without the engine image")
 
     ssh = actions.add_parser("ssh", parents=[shared], help="a shell on a host, or one command")
     ssh.add_argument("name", metavar="NAME")
@@ -46,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(args: argparse.Namespace) -> int:
-    print(Lab(args.lab, args.yes).up(dict.fromkeys(args.names, args.os)))
+    pairs = [name.partition("=") for name in args.names]
+    wanted = {name: os_name or args.os for name, _, os_name in pairs}
+    lab = Lab(args.lab, args.yes)
+    print(lab.up(wanted) if args.bare else rigs.up(lab, wanted, engine=not args.no_engine))
     return 0
 
 

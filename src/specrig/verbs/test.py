@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from specrig import runner
-from specrig.console import say
+from specrig.console import CannotRun, say
 
 Command = list[str]
 
@@ -17,7 +17,7 @@ Command = list[str]
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
     verb = verbs.add_parser("test", help="run the tests: " + ", ".join(PARTS))
-    verb.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, []], help="default: all of them, in this order")
+    verb.add_argument("parts", nargs="*", metavar="PART", help="default: all of them, in this order")
     verb.set_defaults(run=run)
 
 
@@ -64,6 +64,9 @@ PARTS: dict[str, Callable[[], list[Command]]] = {"lint": lint, "unit": unit, "co
 
 def run(options: argparse.Namespace) -> int:
     """Run the parts; go on after a failure, say at the end what failed and how long each took."""
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        raise CannotRun(f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(PARTS)}", "UNKNOWN_PART")
     results: list[tuple[str, bool, float]] = []
     for part in options.parts or PARTS:
         for command in PARTS[part]():

@@ -1,0 +1,53 @@
+"""Lab hosts that are ready for `./rig up`: declared as `cpu_demo` rigs, their models on the hub double and in the lock, their engine in the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+from specrig import runner
+from specrig.files import write_atomically
+from specrig.lab import Lab, tiny
+from specrig.staging.lock import lock_model
+from specrig.verbs.models import save
+
+
+def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True) -> Path:
+    """Bring up hosts {name: os} with all that their converge needs; return the inventory. `engine=False` leaves the engine image out.
+
+    The slow parts run side by side: the engine image is CPU work, the hosts are mostly waiting.
+    """
+    hub = lab.ensure_hub()
+    with ThreadPoolExecutor() as pool:
+        image = pool.submit(lab.ensure_engine_image) if engine else None
+        inventory = lab.up(hosts)
+        declare(inventory, hub.hub_url, hub.registry)
+        publish_pair(lab, inventory, f"http://{hub.hub_local}")
+        if image:
+            image.result()
+    return inventory
+
+
+def declare(inventory: Path, hub_url: str, registry: str) -> None:
+    """Write what a person would write for these hosts."""
+    declaration = {
+        "rig_profile": "cpu_demo",
+        "rig_hub_endpoint": hub_url,
+        # The lab's registry has no TLS; a real rig pulls from one that has.
+        "rig_docker_daemon_options": {"insecure-registries": [registry]},
+    }
+    text = yaml.safe_dump(declaration, sort_keys=False)
+    write_atomically(inventory.parent / "group_vars" / "rigs.yml", f"# Written by ./rig lab up.\n{text}")
+
+
+def publish_pair(lab: Lab, inventory: Path, hub: str) -> None:
+    """Make the tiny pair, put it on the hub double at `hub` and lock it beside the inventory."""
+    text = (runner.ROOT / "LICENSE").read_text()
+    locked = {}
+    for model in tiny.build_pair(text, inventory.parent / "models"):
+        lab.publish_model(model.repo, model.revision, model.directory)
+        locked[model.repo] = lock_model(model.repo, model.revision, hub)
+    save(runner.lock_path(inventory), locked)
