@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specrig.plan import versions
 
@@ -66,6 +66,18 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     quantization: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied(cls, data: Any) -> Any:
+        """What a config.json leaves out when it follows from the rest."""
+        if not isinstance(data, dict):
+            return data
+        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+        implied = {} if heads is None else {"num_key_value_heads": heads}
+        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            implied["head_dim"] = hidden // heads
+        return implied | {key: value for key, value in data.items() if value is not None}
 
 
 class Model(Sourced):

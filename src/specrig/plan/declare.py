@@ -55,7 +55,10 @@ def show(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` with mappings, sequences and text subclasses made builtin. Raises RecursionError when nested too deep."""
+    """`value` with mappings, sequences and subclasses of builtins (Ansible's tagged values) made builtin.
+
+    Raises RecursionError when it is nested too deep.
+    """
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, Mapping):
@@ -65,7 +68,10 @@ def plain(value: Any, depth: int = 0) -> Any:
         }
     if isinstance(value, list | tuple):
         return [plain(item, depth + 1) for item in value]
-    return str(value) if isinstance(value, str) and type(value) is not str else value
+    for builtin in (str, int, float):
+        if isinstance(value, builtin) and not isinstance(value, bool):
+            return builtin(value)
+    return value
 
 
 def _near(word: str, known: Any) -> str:
@@ -163,6 +169,11 @@ def profile_of(decl: HostDecl, catalog: Catalog) -> tuple[Profile | None, list[F
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**base, **over}
+    method = over.get("method")
+    if method in ("none", "ngram") and "draft" not in over:
+        merged["draft"] = None  # the base's draft belonged to the base's method, and so did its K
+    if method == "none" and "k" not in over:
+        merged["k"] = None
     if isinstance(base.get("env"), dict) and isinstance(over.get("env"), dict):
         merged["env"] = {**base["env"], **over["env"]}
     return merged

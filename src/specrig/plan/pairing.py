@@ -36,6 +36,8 @@ def tokenizers_match(s: Service) -> Iterator[Finding]:
         yield finding("TOKENIZER_DIFFERS", f"{pair} have different tokenizers ({b.tokenizer}, {a.tokenizer})")
     else:
         yield finding("TOKENIZER_UNVERIFIED", f"{pair}: nobody has compared their tokenizers yet")
+    if a.chat_template and b.chat_template and a.chat_template != b.chat_template:
+        yield finding("CHAT_TEMPLATE_DIFFERS", f"{pair} were trained on different chat templates")
 
 
 def vocabularies_meet(s: Service) -> Iterator[Finding]:

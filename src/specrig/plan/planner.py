@@ -245,7 +245,8 @@ def _driver(host: Host, services: list[Service]) -> dict[str, Any]:
     cuda = service.engine.image_of(service.version).cuda
     return {
         "branch": branch,
-        "have": host.driver or (str(host.driver_branch) if host.driver_branch else None),
+        "version": host.driver,
+        "installed": host.facts.driver_version,
         "min_version": need.min_driver,
         "cuda": cuda,
         "reason": f"{service.decl.engine} {service.version} carries CUDA {cuda}: driver {need.min_driver} or newer",

@@ -36,7 +36,7 @@ def _host(name: str, plan: HostPlan) -> Iterator[str]:
     state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
     yield f"{name}    {plan.host.get('profile') or 'no profile'} on {cards}{state}"
     if plan.driver:
-        have = plan.driver["have"] or f"{plan.driver['branch']} (to be installed)"
+        have = plan.driver["installed"] or plan.driver["version"] or f"branch {plan.driver['branch']}"
         yield f"  driver     {have}; {plan.driver['reason']}"
     for service in plan.services:
         yield ""

@@ -40,6 +40,12 @@ class Model:
         value = self.locked.tokenizer.get("fingerprint") if self.locked else None
         return value if isinstance(value, str) else None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's hash, where the lock has one."""
+        value = self.locked.tokenizer.get("chat_template") if self.locked else None
+        return value if isinstance(value, str) else None
+
     def widened(self, vocab: int) -> "Model":
         """The same model with its embedding and head padded to `vocab` rows."""
         config = self.config.model_copy(update={"vocab_size": vocab})

@@ -20,6 +20,10 @@ QUANTISED_4BIT = ("awq", "gptq", "awq_marlin", "gptq_marlin")
 CONTEXT_MIB = 350  # CUDA context and cuBLAS workspaces (0.25 GiB measured on one H200; GeForce a little more, recall)
 NCCL_MIB = 400  # more of it per card when tensor parallel (recall)
 START_MIB = 400  # what a fresh process already misses of the card (0.5 of 139.8 GiB measured on one H200)
+# Loading a model takes more than its bytes: repacked quantised weights, rotary tables, the allocator's rounding. Per model
+# and card, fitted to 9.56 GiB for the 14B AWQ (9.29 of bytes) and 3.48 for the 1.5B (3.31).
+LOAD_MIB, LOAD_SHARE = 118, 0.017
+LARGE_CARD_MIB, LARGE_CARD_TOKENS = 70 * 1024, 8192  # V1 takes larger prefill chunks on such cards
 DISPLAY_MIB = 900  # a desktop session (bench.md 4.2: 15-20 % of the context of a 24 GB card)
 BAND_MIB, BAND_SHARE = 400, 0.02  # error band: fixed part, and the share of formula-sized weights
 
@@ -197,6 +201,8 @@ class Ledger:
 def activation_mib(demand: Demand) -> int:
     """Peak of the profiling pass: the widest layer's activations, and the sampler's fp32 logits."""
     chunk = int(demand.traits["profile_tokens"])
+    if chunk and all(card.visible_mib >= LARGE_CARD_MIB for card in demand.cards):
+        chunk = max(chunk, LARGE_CARD_TOKENS)
     tokens = max(chunk, demand.max_num_seqs) if chunk else max(demand.max_model_len, 2048)
     config, tp = demand.target.config, demand.target.tp
     layer = tokens * 2 * (3 * (config.intermediate_size or 4 * config.hidden_size) // tp + 3 * config.hidden_size)
@@ -211,6 +217,10 @@ def graphs_mib(demand: Demand) -> int:
     return 100 + 9 * sizes * demand.target.config.num_hidden_layers // 48
 
 
+def _load_mib(weights_mib: int) -> int:
+    return LOAD_MIB + int(LOAD_SHARE * weights_mib)
+
+
 def _account(demand: Demand, index: int) -> CardLedger:
     card, target, draft = demand.cards[index], demand.target, demand.draft
     traits, tp = demand.traits, demand.target.tp
@@ -218,10 +228,12 @@ def _account(demand: Demand, index: int) -> CardLedger:
         Row("target weights", target.weights // tp // MIB, True, "real bytes" if target.exact else "from the shape")
     ]
     token = kv_bytes_per_token(target.config, tp)
+    rows.append(Row("loading the target", _load_mib(rows[0].mib), True, "packing, tables, rounding"))
     if draft and index < draft.tp:
         note = "real bytes" if draft.exact else "from the shape"
         inside = bool(traits["draft_in_budget"])
         rows.append(Row("draft weights", draft.weights // draft.tp // MIB, inside, note))
+        rows.append(Row("loading the draft", _load_mib(rows[-1].mib), inside, "packing, tables, rounding"))
         token += kv_bytes_per_token(draft.config, draft.tp)
     rows.append(Row("activations", activation_mib(demand), True, "peak while profiling"))
     rows.append(Row("CUDA context", CONTEXT_MIB + (NCCL_MIB if tp > 1 else 0), True, "with NCCL" if tp > 1 else ""))

@@ -52,7 +52,7 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(method="pard", version="0.33.0"), "DRAFT_KIND", "pard"),
     (r1(method="medusa"), "METHOD_UNKNOWN", "medusa"),
     (r1(draft=None, method="draft_model"), "DRAFT_MISSING", "draft"),
-    (r1(method="ngram"), "DRAFT_UNUSED", "ngram"),
+    (r1(method="ngram", draft={"repo": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"}), "DRAFT_UNUSED", "ngram"),
     (r1(vocab="heterogeneous", version="0.16.0"), "VOCAB_MODE_VERSION", "0.25.0"),
     (r1(vocab="crop"), "VOCAB_MODE_UNKNOWN", "crop"),
     (r1(image="vllm/vllm-openai:latest"), "IMAGE_LATEST", "latest"),

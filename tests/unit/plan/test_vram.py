@@ -77,13 +77,14 @@ def test_the_account_is_the_engines_own() -> None:
     """Its log: 13.04 GiB of weights, 1.73 activation, 0.25 context, 0.23 graphs, 68.64 left for 327,168 tokens."""
     account = vram.ledger(h200()).tightest
     sizes = {row.what: row.mib / 1024 for row in account.rows}
-    weights = sizes["target weights"] + sizes["draft weights"]
-    assert weights == pytest.approx(13.04, rel=0.04)  # the engine repacks for its kernels: 9.56 of 9.29 GiB
+    target, draft = (sizes[f"{which} weights"] + sizes[f"loading the {which}"] for which in ("target", "draft"))
+    assert target == pytest.approx(9.56, rel=0.01)
+    assert target + draft == pytest.approx(13.04, rel=0.01)
     assert sizes["activations"] == pytest.approx(1.73, rel=0.10)
     assert sizes["CUDA graphs"] == pytest.approx(0.23, abs=0.1)
     assert account.card.visible_mib / 1024 == pytest.approx(139.8, abs=0.1)
-    assert account.kv_mib / 1024 == pytest.approx(68.64, rel=0.02)
-    assert account.kv_tokens == pytest.approx(327_168, rel=0.02)
+    assert account.kv_mib / 1024 == pytest.approx(68.64, rel=0.01)
+    assert account.kv_tokens == pytest.approx(327_168, rel=0.01)
     assert account.kv_token_bytes == pytest.approx(68.64 * GIB / 327_168, rel=0.0005)
 
 
@@ -116,18 +117,18 @@ def _plan(**over: Any) -> HostPlan:
 def test_over_commit_names_changes_that_do_fit() -> None:
     refused = _plan(max_model_len=40960).refusals[0]
     assert refused.code == "VRAM_OVERCOMMIT"
-    assert refused.fix == "max_model_len: 37376, or gpu_memory_utilization: 0.94, or rig_speculation: false"
-    assert _plan(max_model_len=37376).ok
-    assert _plan(max_model_len=40960, gpu_memory_utilization=0.94).ok
+    assert refused.fix == "max_model_len: 35328, or gpu_memory_utilization: 0.95, or rig_speculation: false"
+    assert _plan(max_model_len=35328).ok
+    assert _plan(max_model_len=40960, gpu_memory_utilization=0.95).ok
     assert plan_host("host", r1(host={"rig_speculation": False}, max_model_len=40960)).ok
 
 
 def test_graphs_are_given_up_last_and_said_so() -> None:
-    kept, given = _plan(max_model_len=37376), _plan(max_model_len=38144)
+    kept, given = _plan(max_model_len=35328), _plan(max_model_len=36096)
     assert "--enforce-eager" not in kept.services[0].argv
     assert "--enforce-eager" in given.services[0].argv
     assert "EAGER_LAST_RESORT" in {found.code for found in given.warnings}
-    assert plan_host("host", r1(max_model_len=38144, eager=False)).refusals[0].code == "VRAM_OVERCOMMIT"
+    assert plan_host("host", r1(max_model_len=36096, eager=False)).refusals[0].code == "VRAM_OVERCOMMIT"
 
 
 def test_what_a_version_keeps_outside_its_budget_lowers_an_open_utilization() -> None:
@@ -137,7 +138,7 @@ def test_what_a_version_keeps_outside_its_budget_lowers_an_open_utilization() ->
         return argv[argv.index("--gpu-memory-utilization") + 1], plan.ok
 
     assert of("0.6.4.post1") == ("0.9", True)
-    assert of("0.9.2") == ("0.83", True)  # counts the target only
+    assert of("0.9.2") == ("0.82", True)  # counts the target only
     assert of("0.26.0") == ("0.9", True)
 
 
