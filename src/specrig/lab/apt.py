@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 
 from specrig.lab.errors import LabError
@@ -11,8 +12,17 @@ from specrig.lab.progress import Progress
 
 
 def as_root(command: list[str]) -> list[str]:
-    """`command`, through sudo when this process is not root."""
-    return command if os.geteuid() == 0 else ["sudo", *command]
+    """`command`, through sudo when this process is not root. Raises LabError LAB_ROOT where there is no sudo."""
+    if os.geteuid() == 0:
+        return command
+    if which("sudo") is None:
+        raise LabError("LAB_ROOT", f"{command[0]} needs root, and sudo is not here", "run the same command as root")
+    return ["sudo", *command]
+
+
+def which(program: str) -> str | None:
+    """Where a program is, with the sbin folders that a user's PATH lacks on Debian."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
 
 
 def apt_install(packages: list[str], say: Progress) -> None:

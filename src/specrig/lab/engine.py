@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import grp
 import os
+import pwd
 import shlex
-import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from docker.errors import DockerException
 
 from specrig.console import complain, confirm
 from specrig.lab import paths
-from specrig.lab.apt import apt_install, as_root
+from specrig.lab.apt import apt_install, as_root, which
 from specrig.lab.errors import LabError
 from specrig.lab.progress import Progress
 
@@ -29,13 +30,15 @@ _AGAIN = "SPECRIG_IN_DOCKER_GROUP"
 def connect(timeout: int = 600) -> Any | None:
     """Return a client of the Engine that answers a ping (DOCKER_HOST or the usual socket), or None.
 
+    A user who is of the group docker, but not in this session, is put into it by running the command again with sg(1).
     Raises LabError LAB_DOCKER_DENIED when there is an Engine that this user may not talk to.
     """
     try:
         client = docker.from_env(timeout=timeout, max_pool_size=32)
         client.ping()
     except (DockerException, OSError) as error:
-        if "PermissionError" in repr(error) or "Permission denied" in str(error):
+        if "Permission denied" in str(error):
+            _enter_group()
             raise LabError(
                 "LAB_DOCKER_DENIED",
                 "a Docker Engine is running, but this user may not use its socket",
@@ -51,19 +54,15 @@ def ensure(assume_yes: bool = False) -> Any:
     When none answers: say what would be installed and started, ask (not with `assume_yes` or in CI), do it, wait.
     Raises LabError: LAB_DOCKER_DENIED, LAB_DOCKER_ABSENT (refused, or no apt here), LAB_DOCKER_START, LAB_APT.
     """
-    try:
-        client = connect()
-    except LabError:
-        _enter_group()
-        raise
+    client = connect()
     if client is not None:
         return client
     if os.environ.get("DOCKER_HOST"):
         raise LabError(
             "LAB_DOCKER_ABSENT", f"nothing answers at DOCKER_HOST={os.environ['DOCKER_HOST']}", "unset DOCKER_HOST"
         )
-    absent = [] if shutil.which("dockerd") and shutil.which("iptables") else PACKAGES
-    if absent and shutil.which("apt-get") is None:
+    absent = [] if which("dockerd") and which("iptables") else PACKAGES
+    if absent and which("apt-get") is None:
         raise LabError(
             "LAB_DOCKER_ABSENT", "no Docker Engine answers, and apt-get is not here", "install Docker Engine >= 20.10"
         )
@@ -72,11 +71,10 @@ def ensure(assume_yes: bool = False) -> Any:
         if absent:
             apt_install(absent, say)
         _start(say)
+        if os.geteuid() != 0:
+            user = pwd.getpwuid(os.geteuid()).pw_name
+            subprocess.run(["sudo", "usermod", "-aG", "docker", user], check=False)
         say.done("the Docker Engine answers")
-    if os.geteuid() != 0:
-        user = os.environ.get("USER") or str(os.geteuid())
-        subprocess.run(["sudo", "usermod", "-aG", "docker", user], check=False)
-        _enter_group()
     client = connect()
     if client is None:
         raise LabError("LAB_DOCKER_START", "the Docker Engine stopped answering", "journalctl -u docker")
@@ -97,12 +95,11 @@ def _consent(absent: list[str], given: bool) -> None:
 
 def _enter_group() -> None:
     """Run this very command again inside the group docker: a new membership counts only for new sessions."""
-    user = os.environ.get("USER", "")
     try:
-        member = user in grp.getgrnam("docker").gr_mem
+        member = pwd.getpwuid(os.geteuid()).pw_name in grp.getgrnam("docker").gr_mem
     except KeyError:
         member = False
-    if member and os.geteuid() != 0 and _AGAIN not in os.environ and shutil.which("sg"):
+    if member and _AGAIN not in os.environ and which("sg"):
         os.environ[_AGAIN] = "1"
         command = shlex.join([sys.executable, "-m", "specrig", *sys.argv[1:]])
         os.execvp("sg", ["sg", "docker", "-c", command])  # noqa: S606
@@ -111,6 +108,19 @@ def _enter_group() -> None:
 def systemd_is_init() -> bool:
     """Whether PID 1 is systemd (sd_booted(3))."""
     return Path("/run/systemd/system").is_dir()
+
+
+def _listens() -> bool:
+    """Whether something accepts, or would for another user, at the usual socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(5)
+        try:
+            probe.connect("/var/run/docker.sock")
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _start(say: Progress) -> None:
@@ -126,10 +136,7 @@ def _start(say: Progress) -> None:
         where = f"tail {log}"
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        try:
-            if connect(timeout=5) is not None:
-                return
-        except LabError:  # it runs; the group comes next
+        if _listens():
             return
         time.sleep(0.5)
     raise LabError("LAB_DOCKER_START", f"dockerd did not answer within {START_TIMEOUT_S} s", where)

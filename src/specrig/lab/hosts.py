@@ -117,13 +117,14 @@ def up(client: Any, lab: str, hosts: Mapping[str, str]) -> Path:
     tags = dict(zip(systems, parallel([partial(images.ensure_host, client, s) for s in systems]), strict=True))
     ensure_network(client)
     with Progress("hosts") as say:
-        say.phase(f"booting {', '.join(hosts)}")
+        who = ", ".join(hosts) if len(hosts) < 5 else f"{len(hosts)} hosts"
+        say.phase(f"booting {who}")
         jobs = [partial(_boot, client, lab, name, system, tags[system], public) for name, system in hosts.items()]
-        failed = parallel(jobs, lambda number: say.update(number, len(hosts), "hosts up"))
+        failed = parallel(jobs, lambda number: say.update(number, len(hosts), "up"))
         for name, units in zip(hosts, failed, strict=True):
             if units:
                 say.phase(f"{name} is degraded: {units}")
-        say.done(f"{', '.join(hosts)} up")
+        say.done(f"{who} up")
     return write_inventory(client, lab, key)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import ssl
 import subprocess
 import tarfile
@@ -22,7 +21,7 @@ import docker
 from docker.errors import DockerException, ImageNotFound
 
 from specrig.lab import paths
-from specrig.lab.apt import apt_install, as_root
+from specrig.lab.apt import apt_install, as_root, which
 from specrig.lab.errors import LabError
 from specrig.lab.progress import Progress
 
@@ -98,12 +97,16 @@ def build(client: Any, tag: str, dockerfile: str, files: Mapping[str, bytes], ba
         buildargs={"BASE": base, **proxies}, labels={"specrig.image": "1"},
     )  # fmt: skip
     for event in stream:
-        line = str(event.get("stream", "")).strip()
-        if line.startswith("Step "):
-            say.phase(line.split(" && ")[0][:110])
-        elif line:
-            say.detail(line[:110])
-            tail = [*tail[-14:], line]
+        lines = str(event.get("stream", "")).strip().splitlines()
+        if lines and lines[0].startswith("Step "):
+            step, _, instruction = lines[0].removeprefix("Step ").partition(" : ")
+            if instruction.startswith("RUN"):  # the others take no time
+                say.phase(
+                    f"step {step.replace('/', ' of ')}: {instruction.removeprefix('RUN ').partition(' && ')[0][:70]}"
+                )
+        elif lines:
+            say.detail(lines[-1][:100])
+            tail = [*tail, *lines][-14:]
         if "error" in event:
             raise LabError(
                 "LAB_IMAGE_BUILD",
@@ -176,7 +179,7 @@ def _pull(client: Any, image: str, say: Progress) -> bool:
 
 
 def _mmdebstrap(client: Any, suite: str, tag: str, say: Progress) -> None:
-    if shutil.which("mmdebstrap") is None:
+    if which("mmdebstrap") is None:
         apt_install(["mmdebstrap", "debian-archive-keyring"], say)
     with tempfile.TemporaryDirectory(prefix="specrig-base-") as folder:
         target = Path(folder) / "root.tar"

@@ -11,7 +11,8 @@ if [ ! -e /sys/fs/cgroup/cgroup.type ] && [ -z "${SPECRIG_NESTED:-}" ]; then
     SPECRIG_NESTED=1 exec unshare --cgroup "$0" "$@"
 fi
 unset SPECRIG_NESTED
-mount -o remount,rw /proc/sys
+# Read-only unless the container is privileged; then it is no mount of its own.
+! mountpoint -q /proc/sys || mount -o remount,rw /proc/sys
 mount --make-rshared /
 [ -e /etc/ssh/ssh_host_ed25519_key ] || ssh-keygen -q -t ed25519 -N '' -C '' -f /etc/ssh/ssh_host_ed25519_key
 exec /sbin/init "$@"
