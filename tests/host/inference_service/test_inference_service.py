@@ -23,7 +23,9 @@ def key_file(service: Service) -> str:
 
 def published(host: Any, service: Service) -> tuple[str, int]:
     """Address and port that the service is published on."""
-    ports = json.loads(output(host, "docker", "inspect", "--format", "{{json .HostConfig.PortBindings}}", container(service)))
+    ports = json.loads(
+        output(host, "docker", "inspect", "--format", "{{json .HostConfig.PortBindings}}", container(service))
+    )
     binding = next(iter(ports.values()))[0]
     return binding["HostIp"], int(binding["HostPort"])
 
@@ -34,7 +36,8 @@ def status_of(host: Any, service: Service, path: str, key: str | None = None) ->
     script = (
         "import sys,urllib.request,urllib.error\n"
         "url,key=sys.argv[1],sys.argv[2]\n"
-        "r=urllib.request.Request(url,headers={'Authorization':'Bearer '+(open(key).read().strip() if key.startswith('/') else key)} if key else {})\n"
+        "key=open(key).read().strip() if key.startswith('/') else key\n"
+        "r=urllib.request.Request(url,headers={'Authorization':'Bearer '+key} if key else {})\n"
         "try: print(urllib.request.urlopen(r,timeout=30).status)\n"
         "except urllib.error.HTTPError as e: print(e.code)\n"
     )
@@ -51,16 +54,33 @@ def test_active_enabled_and_completing(host: Any, services: list[Service]) -> No
         assert output(host, "systemctl", "is-enabled", service["unit"]).strip() == "enabled"
         address, port = published(host, service)
         served = json.loads(
-            output(host, "sh", "-c", f'curl -fsS -H "Authorization: Bearer $(cat {key_file(service)})" http://{address}:{port}/v1/models')
+            output(
+                host,
+                "sh",
+                "-c",
+                f'curl -fsS -H "Authorization: Bearer $(cat {key_file(service)})" http://{address}:{port}/v1/models',
+            )
         )["data"][0]["id"]
-        ready = ["ready", "--url", f"http://{address}:{port}", "--model", served, "--key-file", key_file(service), "--timeout", "60"]
+        ready = [
+            "ready",
+            "--url",
+            f"http://{address}:{port}",
+            "--model",
+            served,
+            "--key-file",
+            key_file(service),
+            "--timeout",
+            "60",
+        ]
         output(host, HOST_PROGRAM, *ready)
 
 
 def test_one_supervisor(host: Any, services: list[Service]) -> None:
     """systemd restarts the service; Docker must not try as well."""
     for service in services:
-        policy = output(host, "docker", "inspect", "--format", "{{.HostConfig.RestartPolicy.Name}}", container(service)).strip()
+        policy = output(
+            host, "docker", "inspect", "--format", "{{.HostConfig.RestartPolicy.Name}}", container(service)
+        ).strip()
         assert policy == "no"
 
 
@@ -93,12 +113,19 @@ def test_key_is_nowhere_else(host: Any, services: list[Service]) -> None:
         }
         for place, command in places.items():
             # The key reaches grep by a file; the search itself must not put it into an argument.
-            found = as_root(host, "sh", "-c", f"{{ {command}; }} 2>/dev/null | grep --text --count --fixed-strings --file={shlex.quote(key_file(service))}")
+            found = as_root(
+                host,
+                "sh",
+                "-c",
+                f"{{ {command}; }} 2>/dev/null | grep --text --count --fixed-strings --file={shlex.quote(key_file(service))}",
+            )
             assert found.stdout.strip() == "0", f"the key of {service['unit']} is in: {place}"
 
 
 def test_loopback_unless_told_otherwise(host: Any, services: list[Service]) -> None:
     plan = host.file("/etc/specrig/plan.json")
-    planned = {s["unit"]: s["ports"][0]["bind"] for s in json.loads(plan.content_string)["services"]} if plan.exists else {}
+    planned = (
+        {s["unit"]: s["ports"][0]["bind"] for s in json.loads(plan.content_string)["services"]} if plan.exists else {}
+    )
     for service in services:
         assert published(host, service)[0] == planned.get(service["unit"], "127.0.0.1")

@@ -36,7 +36,9 @@ def test_files_are_what_the_manifest_says(host: Any) -> None:
 
 def test_files_are_plain_and_not_writable_by_others(host: Any) -> None:
     for path in manifests(host):
-        odd = output(host, "find", str(path.parent), "(", "-type", "l", "-o", "-perm", "/022", "-o", "!", "-user", "root", ")")
+        odd = output(
+            host, "find", str(path.parent), "(", "-type", "l", "-o", "-perm", "/022", "-o", "!", "-user", "root", ")"
+        )
         assert not odd, f"links, writable or foreign files: {odd}"
 
 
@@ -52,5 +54,3 @@ def test_padded_draft_is_as_wide_as_said(host: Any) -> None:
             continue
         config = json.loads(output(host, "cat", str(path.parent / "config.json")))
         assert config["vocab_size"] == int(path.parent.name.rpartition("-pad")[2])
-
-

@@ -1,0 +1,111 @@
+"""What must hold on a rig, on the demo's host with the real engine."""
+
+from __future__ import annotations
+
+import re
+
+from tests.e2e.conftest import UNIT, Rig
+
+
+def test_demo_shows_speculation_that_changes_no_word(demo_output: str) -> None:
+    assert "greedy output: identical" in demo_output
+    alpha = re.search(r"α = (\d\.\d+) \((\d+) of (\d+) drafted", demo_output)
+    assert alpha and float(alpha[1]) > 0 and int(alpha[2]) > 0
+
+
+def test_second_up_changes_nothing(rig: Rig) -> None:
+    again = rig.rig("up")
+    assert again.returncode == 0, again.stdout
+    assert re.search(r"demo +: ok=[1-9]\d* +changed=0 +unreachable=0 +failed=0", again.stdout), again.stdout
+
+
+def test_check_and_diff_are_empty(rig: Rig) -> None:
+    check = rig.rig("up", "--check", "--diff")
+    assert check.returncode == 0, check.stdout
+    assert re.search(r"demo +: ok=[1-9]\d* +changed=0 ", check.stdout), check.stdout
+    assert not re.search(r"^(---|\+\+\+) ", check.stdout, re.MULTILINE), check.stdout
+
+
+def test_status_says_as_planned(rig: Rig) -> None:
+    status = rig.rig("status")
+    assert status.returncode == 0, status.stdout + status.stderr
+    assert "as planned" in status.stdout and "answers" in status.stdout
+
+
+def test_checks_of_the_host_pass(rig: Rig) -> None:
+    verify = rig.rig("verify")
+    assert verify.returncode == 0, verify.stdout
+    assert re.search(r"\d+ passed", verify.stdout)
+
+
+def test_active_means_a_completion_works(rig: Rig) -> None:
+    rig.must("systemctl", "restart", "--no-block", UNIT)
+    rig.wait("is starting", lambda: rig.active() == "activating", 90)
+    rig.wait("active again", lambda: rig.active() == "active")
+    assert rig.complete() is not None, "active, but no completion"
+
+
+def test_killed_engine_comes_back(rig: Rig) -> None:
+    before = rig.engine_pid()
+    engine = rig.must("pgrep", "-f", "-n", "vllm serve /models/target")
+    rig.must("kill", "-9", engine)
+    rig.wait(
+        "a new engine completes",
+        lambda: rig.active() == "active" and rig.complete() is not None and rig.engine_pid() != before,
+    )
+
+
+def test_docker_restarted_comes_back(rig: Rig) -> None:
+    before = rig.engine_pid()
+    rig.must("systemctl", "restart", "docker.service")
+    rig.wait(
+        "the service completes",
+        lambda: rig.active() == "active" and rig.complete() is not None and rig.engine_pid() != before,
+    )
+
+
+def test_stopped_leaves_nothing(rig: Rig) -> None:
+    rig.must("systemctl", "stop", UNIT)
+    assert rig.must("docker", "ps", "--all", "--quiet", "--filter", f"name={UNIT.removesuffix('.service')}") == ""
+    assert rig.ask("pgrep", "-f", "vllm").stdout.strip() == ""
+    rig.must("systemctl", "start", UNIT)
+    assert rig.complete() is not None, "started, but no completion"
+
+
+def test_docker_stopped_and_started_brings_it_back(rig: Rig) -> None:
+    rig.must("systemctl", "stop", "docker.service", "docker.socket")
+    assert rig.active() != "active"
+    rig.must("systemctl", "start", "docker.service")
+    rig.wait("the service completes", lambda: rig.active() == "active" and rig.complete() is not None)
+
+
+def test_real_engine_refuses_the_pair_without_padding(rig: Rig) -> None:
+    """The reason for the padded draft, in upstream's own words."""
+    running = rig.inspect(UNIT.removesuffix(".service"))
+    target = next(m["Source"] for m in running["Mounts"] if m["Destination"] == "/models/target")
+    draft = rig.must(
+        "find",
+        "/srv/models/specrig-lab--tiny-draft",
+        "-mindepth",
+        "1",
+        "-maxdepth",
+        "1",
+        "-type",
+        "d",
+        "-not",
+        "-name",
+        "*-pad*",
+    )
+    config = '{"method":"draft_model","model":"/models/draft","num_speculative_tokens":5}'
+    refused = rig.ask(
+        "docker", "run", "--rm", "--volume", f"{target}:/models/target:ro", "--volume", f"{draft}:/models/draft:ro",
+        "--env", "HF_HUB_OFFLINE=1", "--env", "VLLM_CPU_KVCACHE_SPACE=1", running["Config"]["Image"],
+        "/models/target", "--max-model-len", "2048", "--enforce-eager", "--speculative-config", config,
+    )  # fmt: skip
+    assert refused.returncode != 0
+    said = re.search(
+        r"Target and draft model should have the same vocabulary size[^\n]*", refused.stdout + refused.stderr
+    )
+    assert said, (refused.stdout + refused.stderr)[-2000:]
+    print(f"\nupstream: {said[0][:160]}")
+    assert "vocab_size=1152" in said[0] and "vocab_size=1024" in said[0]
