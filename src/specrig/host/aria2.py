@@ -31,11 +31,23 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """One of aria2c's errors: the last URL it was about, and its words."""
+
+    url: str
+    words: str
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """How a run of aria2c ended: its exit status (0: all files complete) and its errors, by number, in its words."""
+    """How a run of aria2c ended: its exit status (0: all files complete) and its errors by number."""
 
     status: int
-    faults: dict[int, str]
+    faults: dict[int, Fault]
+
+    def __str__(self) -> str:
+        said = [f"{f.words or 'error'} (aria2c error {n}) {f.url}".strip() for n, f in self.faults.items()]
+        return "; ".join(said) or f"aria2c ended with status {self.status}"
 
 
 def options(parent: int, head: bool) -> list[str]:
@@ -129,13 +141,25 @@ def fetch(
             "STAGE_NO_ARIA2", "aria2c is not installed on this host", "apt-get install aria2", COULD_NOT_RUN
         ) from error
     assert process.stdin is not None and process.stdout is not None  # noqa: S101  both are pipes
-    process.stdin.write(input_lines(requests))
-    process.stdin.close()
+    try:
+        process.stdin.write(input_lines(requests))
+        process.stdin.close()
+        faults = _follow(process.stdout, requests, tick, complete)
+        return Outcome(process.wait(), faults)
+    finally:  # stopped half way: it saves where it is and ends
+        if process.poll() is None:
+            process.terminate()
+
+
+def _follow(
+    output: Iterable[str], requests: list[Request], tick: Callable[[int], None], complete: Callable[[Path], None]
+) -> dict[int, Fault]:
+    """Read what aria2c prints until it ends; return its errors by number."""
     done = {request.path: on_disk(request) for request in requests}
     sizes = {str(request.path): request.size for request in requests}
-    faults: dict[int, str] = {}
+    faults: dict[int, Fault] = {}
     current = 0
-    for text in process.stdout:
+    for text in output:
         if match := _ROW.match(text):
             current = int(match[1])
         elif text.startswith("FILE: ") and (name := text[6:].strip()) in sizes:
@@ -144,10 +168,11 @@ def fetch(
             done[Path(name)] = sizes[name]
             complete(Path(name))
         elif match := _FAULT.search(text):
-            words = " ".join(part for part in (match[2], match[3]) if part and part.strip())
-            faults[int(match[1])] = words.split("?")[0] or faults.get(int(match[1]), "")  # a query may hold a signature
+            number, known = int(match[1]), faults.get(int(match[1]), Fault("", ""))
+            # What follows a question mark may be a signature.
+            faults[number] = Fault((match[2] or known.url).split("?")[0], (match[3] or known.words).strip())
             continue
         else:
             continue
         tick(sum(done.values()))
-    return Outcome(process.wait(), faults)
+    return faults

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import traceback
@@ -112,6 +113,9 @@ def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if wanted.verb == "job":
         raise HostError("HOST_USAGE", "a job cannot run a job", "job run --id ID -- VERB ARGS…", COULD_NOT_RUN)
     stdin = sys.stdin.read() if getattr(wanted, "job", "") == "-" else ""
+    if wanted.verb == "status":  # quick, and changes nothing: there is nothing to detach
+        code, document = guarded(wanted)
+        return code, {"job": args.id, "state": "done", "rc": code, "changed": False, "result": document}
     checkable = hasattr(wanted, "check")
     if checkable:
         quick = argparse.Namespace(**{**vars(wanted), "check": True})
@@ -158,6 +162,7 @@ def guarded(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the zipapp."""
+    os.umask(0o022)  # a person's or sudo's may be narrower, and what we publish is read by others
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # A stopped job unwinds like ctrl-C: partial files stay where they are resumed from, children end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(COULD_NOT_RUN))

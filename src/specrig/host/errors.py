@@ -8,6 +8,54 @@ from typing import Any
 FELL_SHORT = 1
 COULD_NOT_RUN = 2
 
+# Every code a verb can end with, and what it means. A code is never renamed or given another meaning.
+CODES = {
+    "DOCKER_UNREACHABLE": "Docker's API socket does not answer",
+    "HOST_INTERNAL": "a defect of specrig-host; the trace is in the job's log",
+    "HOST_SYSTEMD": "systemd does not answer",
+    "HOST_TOOL": "a program of the host is missing or does not answer",
+    "HOST_USAGE": "the command line is wrong",
+    "JOB_BUSY": "a job of this id runs with other arguments",
+    "JOB_DIR": "the jobs' directory cannot be written",
+    "JOB_ID": "not a job's id",
+    "JOB_LOST": "the job's process ended without a result: killed, or the host was restarted",
+    "JOB_START": "systemd did not start the job",
+    "PAD_CONFIG": "config.json is missing or has no vocab_size",
+    "PAD_DEST": "the destination exists or cannot be made",
+    "PAD_DTYPE": "a tensor has a type that this version does not know",
+    "PAD_FORMAT": "not safetensors, or a broken file",
+    "PAD_TENSOR": "the embedding or the output layer is missing, quantised or of another width",
+    "PAD_WIDTH": "a vocabulary can only be widened",
+    "PULL_BROKEN": "the transfer broke off, several times",
+    "PULL_DENIED": "the registry refuses the image to this host",
+    "PULL_DISK": "no space for the image",
+    "PULL_FAILED": "Docker could not pull, for a reason of its own",
+    "PULL_NOT_FOUND": "no such image, tag or digest in the registry",
+    "PULL_REFERENCE": "the image has no tag or digest that stays the same",
+    "PULL_STALLED": "Docker was silent for too long, several times",
+    "PULL_UNREACHABLE": "the registry cannot be reached",
+    "READY_GONE": "the container or the main process ended before it was ready",
+    "READY_KEY": "the API key cannot be read, or the engine refuses it",
+    "READY_MODEL": "the engine serves other names",
+    "READY_TIMEOUT": "not ready in time",
+    "STAGE_BUSY": "another stager is at work",
+    "STAGE_CHECKSUM": "bytes that are not the locked ones; thrown away",
+    "STAGE_DENIED": "the hub refuses a file",
+    "STAGE_DISK": "no space for the models",
+    "STAGE_DOWNLOAD": "several attempts in a row brought nothing",
+    "STAGE_MANIFEST": "the job is not safe to carry out",
+    "STAGE_NOT_FOUND": "a locked file is no longer upstream",
+    "STAGE_NO_ARIA2": "aria2c is not installed",
+    "STAGE_PATH": "the models' directory cannot be written, or a link is in the way",
+    "STAGE_TOKEN": "the hub token cannot be read or is not one",
+    "START_BAD_UNIT": "systemd cannot read the unit",
+    "START_FAILED": "the unit failed; its last lines are in the error",
+    "START_LOOP": "the unit failed again after a restart",
+    "START_NO_UNIT": "no such unit",
+    "START_REFUSED": "systemctl refused",
+    "START_TIMEOUT": "not active in time",
+}
+
 
 class HostError(Exception):
     """A verb fell short (`status` 1) or could not run (`status` 2)."""

@@ -157,10 +157,11 @@ def _prepare(artefact: Artefact, job: Job) -> None:
         # Without its control file a partial may have holes: only one of full size is worth checking.
         if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
             path.unlink()
-        # What an earlier publication of this revision still has is verified like a download, and not fetched again.
-        if not path.exists() and has_size(artefact.path / spec.path, spec.size):
+        # What an earlier publication of this revision still has is not fetched again, when it is still right.
+        old = artefact.path / spec.path
+        if not path.exists() and has_size(old, spec.size) and digest(old, spec.kind) == spec.digest:
             with contextlib.suppress(OSError):
-                os.link(artefact.path / spec.path, path)
+                os.link(old, path)
                 aria2.control_file(path).unlink(missing_ok=True)
 
 
@@ -305,10 +306,9 @@ def _download(
         try:
             requests = _requests(artefact, job, partial, missing)
             outcome = aria2.fetch(requests, ticker(before + have, label), verifier.add, (lock,), head=resumes)
+            fault = str(outcome)
         except (OSError, http.client.HTTPException) as error:
-            outcome = aria2.Outcome(1, {0: str(error)})
-        fault = "; ".join(f"{text} (aria2c error {code})" if code else text for code, text in outcome.faults.items())
-        fault = fault or f"aria2c ended with status {outcome.status}"
+            outcome, fault = aria2.Outcome(1, {}), str(error)
         if not resumes:  # a mirror may refuse the question about the size: ask again without it
             _raise_final(outcome, artefact, job)
         for spec in missing:  # whole by the server's word, and not of the locked size: another file
@@ -329,12 +329,11 @@ def _present(partial: Path, files: list[FileSpec]) -> int:
 def _raise_final(outcome: aria2.Outcome, artefact: Artefact, job: Job) -> None:
     """Stop at once on what no retry cures."""
     where = f"{job.endpoint}/{artefact.repo} at {artefact.revision[:12]}"
-    if 3 in outcome.faults:
-        raise not_found(outcome.faults[3] or where)
-    if 24 in outcome.faults:
-        raise denied(outcome.faults[24] or where, "401")
-    if "403" in outcome.faults.get(22, ""):
-        raise denied(outcome.faults[22], "403")
+    if gone := outcome.faults.get(3):
+        raise not_found(gone.url or where)
+    for number in (22, 24):
+        if (fault := outcome.faults.get(number)) and (number == 24 or "403" in fault.words):
+            raise denied(fault.url or where, fault.words)
     if {9, 16, 17, 18} & {outcome.status, *outcome.faults} and shutil.disk_usage(job.root).free < RESERVE:
         free = amount(shutil.disk_usage(job.root).free)
         raise HostError(
@@ -411,6 +410,11 @@ class _Verifier:
 
 def _derive(artefact: Artefact, job: Job, progress: Progress) -> list[dict[str, Any]]:
     source, partial = job.by_id(artefact.source or ""), _partial(artefact, job)
+    for spec in source.files:  # a bit that fell over on the disk must not be passed on under a new checksum
+        progress.update("verify", message=f"{source.id}: {spec.path}")
+        if digest(source.path / spec.path, spec.kind) != spec.digest:
+            (source.path / MANIFEST).unlink()  # no longer published: the next run repairs it
+            raise _checksum(source, [f"{spec.path} is not what was staged"])
     partial.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     pad.pad_vocab(source.path, partial, artefact.vocab_size or 0, progress)
     known = {f["path"]: f for f in (read_manifest(source.path) or {}).get("files", [])}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 from specrig.host import build
+from specrig.host.errors import CODES
 
 HOST = Path(build.__file__).parent
 MODULES = HOST.parent / "ansible/modules"
@@ -63,3 +65,14 @@ def test_python_3_9_can_read_it_and_finds_only_its_own_library() -> None:
 def test_it_has_no_file_it_does_not_need() -> None:
     names = zipfile.ZipFile(io.BytesIO(build.build())).namelist()
     assert names == sorted(names) and "specrig/host/build.py" not in names and "__main__.py" in names
+
+
+def test_every_code_is_in_the_table_and_every_entry_is_used() -> None:
+    kinds = "|".join({code.split("_")[0] for code in CODES})
+    used = {
+        code
+        for path in HOST.glob("*.py")
+        if path.name != "errors.py"
+        for code in re.findall(rf'"((?:{kinds})_[A-Z0-9_]+)"', path.read_text())
+    }
+    assert used - {"DOCKER_HOST"} == set(CODES)

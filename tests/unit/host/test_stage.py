@@ -203,7 +203,7 @@ def test_a_transfer_that_breaks_off_is_resumed(tmp_path: Path, fault: str) -> No
 
 def test_what_is_not_upstream_is_said_at_once(tmp_path: Path) -> None:
     with hub_of({}) as hub:
-        refused(document(tmp_path, hub.url), "STAGE_NOT_FOUND")
+        assert f"/resolve/{REVISION}/" in refused(document(tmp_path, hub.url), "STAGE_NOT_FOUND").cause
         assert len(hub.requests) <= 6
 
 
@@ -400,6 +400,21 @@ def test_derives_a_padded_draft_once(tmp_path: Path) -> None:
     assert str((tmp_path / "models/org--name/current").readlink()) == f"{REVISION}-pad24"
     assert run(doc)["changed"] is False
     assert run(padded_job(tmp_path, "http://127.0.0.1:1", files, width=32), check=True)["would_stage"] == ["b"]
+
+
+def test_a_source_with_a_flipped_bit_is_not_derived_from_and_is_repaired(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_model(source, vocab=16)
+    files = {p.name: p.read_bytes() for p in source.iterdir()}
+    with hub_of(files) as hub:
+        run(document(tmp_path / "models", hub.url, files))
+        weights = tmp_path / "models/org--name" / REVISION / "model.safetensors"
+        weights.write_bytes(files["model.safetensors"][:-1] + b"x")
+        doc = padded_job(tmp_path, hub.url, files)
+        refused(doc, "STAGE_CHECKSUM")
+        assert not Path(doc["artefacts"][1]["path"]).exists()
+        assert run(doc)["changed"]
+    assert weights.read_bytes() == files["model.safetensors"]
 
 
 def test_a_source_that_is_not_listed_is_refused(tmp_path: Path) -> None:

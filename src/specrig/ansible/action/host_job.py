@@ -11,6 +11,7 @@ Returns changed, msg and `result`, the verb's own document. In check mode the ve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -99,7 +100,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                     raise
                 display.display(f"[{host}] {verb}: connection lost ({error}); the job goes on, trying again")
                 time.sleep(POLL_S)
-                self._connection.reset()
+                with contextlib.suppress(Exception):  # whatever is wrong with the connection, the next poll tells
+                    self._connection.reset()
         return self._outcome(answer, verb)
 
     def _call(self, argv: list[str], stdin: str) -> dict[str, Any]:

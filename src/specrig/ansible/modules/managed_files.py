@@ -355,6 +355,7 @@ def main() -> None:
     """Entry point that Ansible calls."""
     from ansible.module_utils.basic import AnsibleModule
 
+    os.umask(0o022)  # parents that have to be made are nobody's secret
     module = AnsibleModule(
         argument_spec={"payload": {"type": "str", "required": True, "no_log": True}}, supports_check_mode=True
     )
