@@ -14,6 +14,8 @@ from pathlib import Path
 from specrig.host import build
 from specrig.host.errors import CODES
 
+from .program import PYTHON
+
 HOST = Path(build.__file__).parent
 MODULES = HOST.parent / "ansible/modules"
 
@@ -36,7 +38,7 @@ def test_the_same_bytes_whatever_the_clock_and_the_umask(tmp_path: Path) -> None
 def test_it_runs_as_a_file_without_our_package(tmp_path: Path) -> None:
     program = build.write(tmp_path / "specrig-host")
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(program), "--version"],
+        [PYTHON, "-I", "-S", str(program), "--version"],
         capture_output=True,
         text=True,
         check=True,

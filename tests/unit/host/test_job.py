@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from specrig.host import build
 
 from .models import write_model
+from .program import PYTHON
 from .test_ready import TOKEN, Answer, engine
 
 __all__ = ["engine"]
@@ -30,7 +30,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
     def call(*argv: str, stdin: str = "") -> tuple[int, dict[str, Any]]:
         done = subprocess.run(
-            [sys.executable, str(program), *argv], input=stdin, capture_output=True, text=True, check=False, timeout=30
+            [PYTHON, str(program), *argv], input=stdin, capture_output=True, text=True, check=False, timeout=30
         )
         return done.returncode, json.loads(done.stdout.splitlines()[-1])
 

@@ -7,7 +7,6 @@ import os
 import resource
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from specrig.host.errors import HostError
 from specrig.host.progress import Progress
 
 from .models import WIDTH, data, read_safetensors, write_model, write_safetensors
+from .program import PYTHON
 
 QUIET = Progress(quiet=True)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -187,7 +187,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         out.truncate(8 + len(header) + size - 1000)
         out.seek(0, os.SEEK_END)
         out.write(data("last row", 1000))
-    command = [sys.executable, str(program), "pad", str(source), str(tmp_path / "out"), "--vocab-size", "150000"]
+    command = [PYTHON, str(program), "pad", str(source), str(tmp_path / "out"), "--vocab-size", "150000"]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (64 << 20, 64 << 20))

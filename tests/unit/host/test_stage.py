@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from specrig.host.progress import Progress
 
 from .hub import Hub
 from .models import write_model
+from .program import PYTHON
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 QUIET = Progress(quiet=True)
@@ -141,7 +141,7 @@ def test_kill_9_of_all_of_it_in_mid_download_resumes(tmp_path: Path) -> None:
         job = tmp_path / "job.json"
         job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
         process = subprocess.Popen(
-            [sys.executable, program, "stage", job],
+            [PYTHON, program, "stage", job],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -152,7 +152,7 @@ def test_kill_9_of_all_of_it_in_mid_download_resumes(tmp_path: Path) -> None:
         process.wait()
         before = hub.sent[url]
         hub.rate = 16_000_000
-        done = subprocess.run([sys.executable, program, "stage", job], capture_output=True, text=True, check=False)
+        done = subprocess.run([PYTHON, program, "stage", job], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         # The control file may lag behind by a second (2 MB here) and a piece of 1 MB; some is always on the wire.
         again = hub.sent[url] - 6_000_000
@@ -168,7 +168,7 @@ def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: P
         job = tmp_path / "job.json"
         job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
         process = subprocess.Popen(
-            [sys.executable, program, "stage", job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [PYTHON, program, "stage", job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         while not hub.sent:
             time.sleep(0.02)
@@ -179,7 +179,7 @@ def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: P
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(handle)
         hub.rate = None
-        done = subprocess.run([sys.executable, program, "stage", job], capture_output=True, text=True, check=False)
+        done = subprocess.run([PYTHON, program, "stage", job], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "models/org--name" / REVISION / "model.safetensors").read_bytes() == data["model.safetensors"]
 
