@@ -8,17 +8,21 @@ from typing import Any
 
 from docker.errors import APIError, NotFound
 
-from specrig.lab import hosts, images, paths
+from specrig.lab import enginesimage, hosts, images, paths
 from specrig.lab.hosts import LABEL, NETWORK
 
 
 def idle(client: Any) -> None:
-    """After the last host of all labs: remove hub, network and interrupted builds; volumes stay, as caches."""
-    if hosts.find(client):
-        return
+    """Remove what was interrupted, and after the last host of all labs hub and network; volumes stay, as caches."""
+    # An engine image being built counts as a user of the hub.
+    last = not hosts.find(client) and not paths.held(enginesimage.REPOSITORY)
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
-        with contextlib.suppress(NotFound):
-            container.remove(force=True, v=True)
+        probe = not {"specrig.host", "specrig.hub", "specrig.build"} & container.labels.keys()
+        if last or probe:
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+    if not last:
+        return
     for network in client.networks.list(names=[f"^{NETWORK}$"]):
         with contextlib.suppress(APIError):  # someone else's container is on it
             network.remove()
@@ -43,7 +47,9 @@ def _remove_images(client: Any) -> int:
     removed = 0
     for image in client.images.list():
         for tag in image.tags:
-            ours = tag.startswith(images.PREFIX) or (tag.startswith("127.0.0.1:") and "/engine-vllm-cpu:" in tag)
+            ours = tag.startswith(images.PREFIX) or (
+                tag.startswith("127.0.0.1:") and f"/{enginesimage.REPOSITORY}:" in tag
+            )
             if ours:
                 with contextlib.suppress(APIError):
                     client.images.remove(tag)

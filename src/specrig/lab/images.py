@@ -5,6 +5,7 @@ A tag carries a hash of everything that went into the image, so an image that is
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import io
 import os
@@ -164,7 +165,8 @@ def _pull(client: Any, image: str, say: Progress) -> bool:
     say.phase(f"pulling {image}")
     layers: dict[str, tuple[int, int]] = {}
     try:
-        for event in client.api.pull(*image.split(":"), stream=True, decode=True):
+        repository, _, version = image.rpartition(":")
+        for event in client.api.pull(repository, version, stream=True, decode=True):
             if "error" in event:
                 say.phase(f"{image}: {event['error']}")
                 return False
@@ -186,11 +188,18 @@ def _mmdebstrap(client: Any, suite: str, tag: str, say: Progress) -> None:
         say.phase(f"making {suite} with mmdebstrap")
         command = as_root(["mmdebstrap", *_MMDEBSTRAP, suite, str(target)])
         tail: list[str] = []
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        # On ctrl-C mmdebstrap hangs up its whole process group: as root it gets one of its own (under sudo it must keep the
+        # terminal, for a password, and sudo separates them), and is ended with this process.
+        group = 0 if os.geteuid() == 0 else None
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, process_group=group
+        ) as process:
+            atexit.register(process.terminate)
             for line in process.stderr or ():
                 tail = [*tail[-9:], line.rstrip()]
                 if line.startswith("I: "):
                     say.detail(line[3:].strip())
+        atexit.unregister(process.terminate)
         if process.returncode != 0:
             raise LabError(
                 "LAB_BASE_IMAGE",

@@ -29,10 +29,24 @@ def cache(name: str) -> Path:
 @contextlib.contextmanager
 def exclusive(name: str) -> Iterator[None]:
     """Hold the lock `name` against other threads and other processes: two that make the same thing make it once."""
-    with (cache("lock") / name.replace("/", "_").replace(":", "_")).open("w") as file:
+    with _lock_file(name).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             complain(f"waiting for another command that makes {name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def held(name: str) -> bool:
+    """Whether somebody holds the lock `name` now."""
+    with _lock_file(name).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _lock_file(name: str) -> Path:
+    return cache("lock") / name.replace("/", "_").replace(":", "_")

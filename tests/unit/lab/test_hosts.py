@@ -130,7 +130,9 @@ def test_a_lock_is_held_against_a_second_thread() -> None:
         with paths.exclusive("thing:1"):
             order.append("second")
 
+    assert not paths.held("thing:1")
     with paths.exclusive("thing:1"):
+        assert paths.held("thing:1")
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.1)
