@@ -12,6 +12,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -43,7 +44,10 @@ from specrig.host.progress import Progress, amount
 RESERVE = 512 * 10**6
 # Runs of aria2c in a row that brought nothing before we give up; waits double from the first one.
 ATTEMPTS = 5
+# A hub that says "later" (429, 503) means minutes: so many attempts are a quarter of an hour.
+ATTEMPTS_THROTTLED = 20
 FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
 LOCK_WAIT_S = 10.0
 
 
@@ -289,7 +293,7 @@ def _download(
     while missing := [f for f in artefact.files if not _complete(partial / f.path, f)]:
         have = artefact.size - sum(f.size for f in missing)
         start = _present(partial, missing)
-        if failures >= ATTEMPTS:
+        if failures >= (ATTEMPTS_THROTTLED if re.search(r"\b(429|503)\b", fault) else ATTEMPTS):
             raise HostError(
                 "STAGE_DOWNLOAD",
                 f"{artefact.repo}: {amount(have + start)} of {amount(artefact.size)} came; "
@@ -299,7 +303,7 @@ def _download(
         if failures:
             progress.update("retry", message=f"{artefact.id} in {pause:.0f} s: {fault}")
             time.sleep(pause)
-            pause = min(pause * 2, 60)
+            pause = min(pause * 2, LONGEST_WAIT_S)
         label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
         progress.update("download", before + have + start, total, label)
         resumes = not failures and any(aria2.control_file(partial / f.path).exists() for f in missing)

@@ -73,6 +73,7 @@ def refused(doc: Any, code: str) -> HostError:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(stage, "LONGEST_WAIT_S", 0.05)
     monkeypatch.setattr(stage, "LOCK_WAIT_S", 0.3)
     monkeypatch.setattr(aria2, "RETRY_WAIT_S", 1)
     monkeypatch.setattr(aria2, "TIMEOUT_S", 1)
@@ -184,9 +185,9 @@ def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: P
     assert (tmp_path / "models/org--name" / REVISION / "model.safetensors").read_bytes() == data["model.safetensors"]
 
 
-def test_503_and_429_pass(tmp_path: Path) -> None:
+def test_a_hub_that_says_later_is_waited_for(tmp_path: Path) -> None:
     with hub_of({"a": b"x" * 200}) as hub:
-        hub.faults = [429, 503]
+        hub.faults = [429] * (stage.ATTEMPTS + 2) + [503]
         assert run(document(tmp_path, hub.url, {"a": b"x" * 200}))["changed"]
 
 
