@@ -1,7 +1,7 @@
 """From whatever stands in an inventory to typed declarations, every fault a finding with the field's path."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -74,7 +74,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _near(word: str, known: Any) -> str:
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """What may have been meant, for the end of a cause; empty when nothing is near."""
     match = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {match[0]}?" if match else ""
 
@@ -94,7 +95,7 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     value = "a hidden value" if hidden else show(error.get("input"))
     if kind == "extra_forbidden":
         siblings = model.model_fields if len(location) == 1 else ()
-        return finding("UNKNOWN_FIELD", f"{path} is not a field{_near(field, siblings)}")
+        return finding("UNKNOWN_FIELD", f"{path} is not a field{nearest_word(field, siblings)}")
     if kind == "missing":
         return finding("FIELD_MISSING", f"{path} is missing")
     if kind.endswith("too_long"):
@@ -162,7 +163,7 @@ def profile_of(decl: HostDecl, catalog: Catalog) -> tuple[Profile | None, list[F
         return None, []
     profile = catalog.profiles.get(decl.rig_profile)
     if profile is None:
-        cause = f"rig_profile is {show(decl.rig_profile)}{_near(decl.rig_profile, catalog.profiles)}"
+        cause = f"rig_profile is {show(decl.rig_profile)}{nearest_word(decl.rig_profile, catalog.profiles)}"
         return None, [finding("PROFILE_UNKNOWN", cause, f"rig_profile: one of {', '.join(catalog.profiles)}")]
     return profile, []
 

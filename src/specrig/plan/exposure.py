@@ -2,11 +2,12 @@
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from specrig.plan.command import values
-from specrig.plan.declare import show
+from specrig.plan.declare import nearest_word, show
+from specrig.plan.dialects import option_accepted, options
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service
 from specrig.plan.types import Finding
@@ -14,7 +15,9 @@ from specrig.plan.types import Finding
 MIN_KEY = 16
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z", re.ASCII)
 _SECRET_ENV = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
+_FLAG = re.compile(r"--?[A-Za-z]")
 _SECRET_FLAGS = ("--api-key", "--hf-token")
+_PARALLEL_FLAGS = ("--pipeline-parallel-size", "--data-parallel-size")
 _FORCED_SLOW = "awq"
 
 
@@ -72,34 +75,42 @@ def _bad_character(text: str) -> bool:
     return any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 or c in "\u2028\u2029" for c in text)
 
 
+def _judged(s: Service, word: str) -> Iterator[Finding]:
+    """The fault of one flag of extra_args, if it has one."""
+    speaking, engine = s.speaking, s.decl.engine
+    written = word.split("=", 1)[0].split(".", 1)[0]  # --flag.key sets one key of a JSON flag
+    flag = speaking.short.get(written, written.replace("_", "-") if written.startswith("--") else written)
+    real = flag in speaking.known or flag in options(engine)
+    positive = "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag
+
+    def names(flags: Iterable[str]) -> bool:
+        # argparse takes abbreviations, unless they are options of their own
+        return positive in flags or (not real and len(flag) > 4 and any(one.startswith(flag) for one in flags))
+
+    if names(_SECRET_FLAGS):
+        yield finding("SECRET_IN_ARGS", f"extra_args has {flag}: every user of the host can read arguments")
+    elif names(_PARALLEL_FLAGS):
+        yield finding(
+            "PARALLELISM_UNSUPPORTED", f"extra_args has {flag}: the memory account knows tensor_parallel only"
+        )
+    elif names(speaking.owned):
+        yield finding("FLAG_OWNED", f"extra_args has {show(flag)}, which the plan writes")
+    elif not real:
+        near = nearest_word(flag, options(engine))
+        yield finding("FLAG_UNKNOWN", f"extra_args has {show(flag)}, which no version of {engine} takes{near}")
+    elif not speaking.known.get(flag, option_accepted(engine, flag, s.version)):
+        yield finding("FLAG_NOT_IN_VERSION", f"extra_args has {show(flag)}, which {engine} {s.version} does not take")
+
+
 def arguments_are_ours(s: Service) -> Iterator[Finding]:
     """extra_args adds flags; it can not contradict the plan, name removed flags, or carry secrets."""
-    speaking = s.speaking
     if any(_bad_character(word) for word in s.decl.extra_args):
         yield finding("CONTROL_CHARACTER", "extra_args holds a control character")
     if s.decl.extra_args and not s.decl.extra_args[0].startswith("-"):
         yield finding(
             "ARG_POSITIONAL", f"extra_args begins with {show(s.decl.extra_args[0])}, which would be a second model"
         )
-    for word in s.decl.extra_args:
-        if not re.match(r"--?[A-Za-z]", word):
-            continue
-        flag = speaking.short.get(word.split("=", 1)[0], word.split("=", 1)[0].replace("_", "-"))
-        bare = "--" + flag.removeprefix("--no-") if flag.startswith("--no-") and flag not in speaking.known else flag
-        if bare == "--pipeline-parallel-size":
-            yield finding(
-                "PIPELINE_UNSUPPORTED", f"extra_args has {show(word)}: the memory account knows no pipeline stages"
-            )
-        elif any(secret.startswith(bare) and len(bare) > 4 for secret in _SECRET_FLAGS):
-            yield finding("SECRET_IN_ARGS", f"extra_args has {bare}: every user of the host can read arguments")
-        elif bare in speaking.owned or (
-            bare not in speaking.known and bare.startswith("--") and any(o.startswith(bare) for o in speaking.owned)
-        ):
-            yield finding("FLAG_OWNED", f"extra_args has {show(flag)}, which the plan writes")
-        elif speaking.known.get(bare) is False:
-            yield finding(
-                "FLAG_NOT_IN_VERSION", f"extra_args has {show(flag)}, which {s.decl.engine} {s.version} does not take"
-            )
+    yield from (found for word in s.decl.extra_args if _FLAG.match(word) for found in _judged(s, word))
     words = [part for word in s.decl.extra_args for part in word.split("=", 1)]
     if s.cuda and any(a in ("--quantization", "-q") and b == _FORCED_SLOW for a, b in pairwise(words)):
         yield finding(

@@ -10,7 +10,7 @@ import pytest
 
 from specrig.plan import versions
 from specrig.plan.catalog import catalog, gpu_from_lspci, gpu_named, profiles_for, read
-from specrig.plan.dialects import dialect, method_works
+from specrig.plan.dialects import dialect, method_works, option_accepted
 from specrig.plan.types import ServiceDecl
 from tests.unit.plan.tiny import r1, tiny_lock
 
@@ -105,6 +105,31 @@ def test_method_windows(method: str, first: str, missing: set[str]) -> None:
 def test_flags_of_a_version(version: str, has: set[str], lacks: set[str]) -> None:
     written = {flag for flag, _ in dialect("vllm", version).flags}
     assert has <= written and lacks.isdisjoint(written)
+
+
+@pytest.mark.parametrize(
+    ("option", "version", "accepted"),
+    [
+        ("--swap-space", "0.15.1", True),
+        ("--swap-space", "0.16.0", True),  # between two that were asked: lenient
+        ("--swap-space", "0.19.1", False),
+        ("--enable-prefix-caching", "0.33.0", True),
+        ("--seed", "0.6.4.post1", True),
+        ("--no-such-flag", "0.33.0", False),
+    ],
+)
+def test_options_of_the_real_parsers(option: str, version: str, accepted: bool) -> None:
+    assert option_accepted("vllm", option, version) is accepted
+
+
+@pytest.mark.parametrize(
+    "version", ["0.6.4.post1", "0.7.3", "0.8.2", "0.8.5", "0.9.2", "0.10.2", "0.15.1", "0.26.0", "0.33.0"]
+)
+def test_the_dialect_writes_only_what_the_real_parser_knows(version: str) -> None:
+    for flag, _ in dialect("vllm", version).flags:
+        assert not flag or option_accepted("vllm", flag, version), flag
+    for flag, accepted in dialect("vllm", version).known.items():
+        assert accepted is option_accepted("vllm", flag, version), flag
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ The tables (vllm.yml) hold every difference between versions; this module walks 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,7 @@ class Dialect:
     json_keys: tuple[tuple[str, str], ...]
     env_rows: tuple[tuple[str, str, str], ...]
     traits: Mapping[str, Any]
-    known: Mapping[str, bool]  # every flag of the tables: is it accepted by this version?
+    known: Mapping[str, bool]  # flags whose window was read exactly: is it accepted by this version?
     owned: frozenset[str]  # flags that the plan writes, in any version
     owned_env: Mapping[str, str]  # variables a person may not set, and what to do instead
     short: Mapping[str, str]
@@ -63,7 +63,7 @@ def dialect(engine: str, version: str) -> Dialect:
     def now(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row for row in rows if versions.within(at, row)]
 
-    every = tables["flags"] + tables["known"]
+    known = {row["flag"] for row in tables["known"]}
     return Dialect(
         engine=engine,
         version=version,
@@ -72,9 +72,10 @@ def dialect(engine: str, version: str) -> Dialect:
         json_keys=tuple((row["key"], row["from"]) for row in now(tables["speculative_config"])),
         env_rows=tuple((row["name"], row["from"], row.get("value", "1")) for row in now(tables["env"])),
         traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
-        known={row["flag"]: any(r["flag"] == row["flag"] for r in now(every)) for row in every if row["flag"]},
+        known={flag: any(row["flag"] == flag for row in now(tables["known"])) for flag in known},
         owned=frozenset(row["flag"] for row in tables["flags"] if row["flag"])
-        - {row["flag"] for row in tables["known"]},
+        .union(tables["also_owned"])
+        .difference(known),
         owned_env=tables["owned_env"],
         short=tables["short"],
     )
@@ -92,6 +93,30 @@ def speculative_parts(engine: str) -> tuple[frozenset[str], frozenset[str]]:
     tables = _tables(engine)
     flags = frozenset(row["flag"] for row in tables["flags"] if row.get("speculative"))
     return flags, frozenset(row["name"] for row in tables["env"] if row.get("speculative"))
+
+
+@lru_cache(maxsize=8)
+def _options(engine: str) -> tuple[list[versions.Key], dict[str, list[tuple[versions.Key, versions.Key]]]]:
+    """The versions whose parser was asked, and each option's spans of them (first, last)."""
+    data = read(f"dialects/{engine}_options.yml")
+    spans = {
+        option: [(versions.key(first), versions.key(last)) for first, last in (span.split("..") for span in row)]
+        for option, row in data["options"].items()
+    }
+    return [versions.key(version) for version in data["asked"]], spans
+
+
+def options(engine: str) -> Iterable[str]:
+    """Every option of any version that was asked."""
+    return _options(engine)[1]
+
+
+def option_accepted(engine: str, option: str, version: str) -> bool:
+    """Does the version's own parser take this option? Between two that were asked: when either does."""
+    asked, spans = _options(engine)
+    at = versions.key(version)
+    near = {max((a for a in asked if a <= at), default=asked[0]), min((a for a in asked if a >= at), default=asked[-1])}
+    return any(first <= one <= last for one in near for first, last in spans.get(option, []))
 
 
 def nearest(engine: str, known: list[str], version: str, method: str) -> list[str]:
