@@ -78,11 +78,14 @@ def commands(path: Path) -> Iterator[list[str]]:
 def test_commands_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(path):
         try:
-            cli.parser().parse_args(words)
+            parsed = cli.parser().parse_args(words)
         except SystemExit:
             said = capsys.readouterr().err
             # A verb named without its arguments, as prose does, is fine; a word that does not exist is not.
             assert "the following arguments are required" in said, f"./rig {shlex.join(words)}: {said}"
+        else:
+            # `lab ssh` hands everything after the host's name to the host.
+            assert not getattr(parsed, "command", None) or not parsed.command[0].startswith("-"), shlex.join(words)
 
 
 def verbs() -> set[str]:
@@ -105,6 +108,8 @@ def test_messages_name_verbs_that_exist() -> None:
         if verb not in verbs()
     }
     assert not told, "a fix that does not exist"
+    swallowed = [path for path in files if re.search(r"lab ssh \w+ --", path.read_text(encoding="utf-8"))]
+    assert not swallowed, "options of `lab ssh` come before the host's name"
 
 
 def matches(manager: dict[str, Any]) -> list[tuple[Path, re.Match[str]]]:
