@@ -16,6 +16,8 @@ _IMAGE = re.compile(
     re.ASCII,
 )
 _TAG_VERSION = re.compile(r"v?(\d+\.\d+\.\d+(?:\.post\d+|\.\d+)?)(?![\d.])")
+# What the catalog must call a draft for a method to take it. A PARD model also drafts one token at a time.
+DRAFT_KINDS = {"draft_model": ("causal", "pard"), "pard": ("pard",), "eagle3": ("eagle3",)}
 MOVING_TAGS = ("latest", "nightly", "main", "stable", "edge", "dev")
 # Speculation spends idle arithmetic; a full batch has none. 4090: 1.72x at batch 1, nothing at 16 (vLLM PR #13849).
 MAX_SEQS_SPECULATING, WARN_SEQS_SPECULATING = 16, 8
@@ -47,13 +49,8 @@ def method_exists(s: Service) -> Iterator[Finding]:
     if s.speculates and not s.method_works:
         near = nearest(s.decl.engine, s.engine.versions, s.version, s.method)
         cause = f"{s.decl.engine} {s.version} has no method {s.method}; nearest that have it: {' and '.join(near)}"
-        yield finding(
-            "METHOD_VERSION_WINDOW",
-            cause,
-            f"version: {near[-1]}"
-            + (f" (or {near[0]})" if len(near) > 1 else "")
-            + f"; newest: {s.engine.versions[-1]}",
-        )
+        others = [*near[:-1], s.engine.versions[-1]]
+        yield finding("METHOD_VERSION_WINDOW", cause, f"version: {near[-1]} (or {', '.join(others)})")
 
 
 def k_is_sound(s: Service) -> Iterator[Finding]:
@@ -70,13 +67,10 @@ def k_is_sound(s: Service) -> Iterator[Finding]:
         yield finding("DRAFT_MISSING", f"method {method} needs a draft")
     if method in ("ngram", "none") and draft is not None:
         yield finding("DRAFT_UNUSED", f"draft {draft.ref.repo} is declared, yet method {method} uses none")
-    if draft is not None and method in ("draft_model", "pard", "eagle3"):
-        needs = {"draft_model": ("causal", "pard"), "pard": ("pard", "causal"), "eagle3": ("eagle3", "causal")}[method]
-        known = s.host.catalog.models.get(draft.ref.repo)
-        if known is not None and (draft.kind not in needs or (method != "draft_model" and draft.kind != needs[0])):
-            yield finding(
-                "DRAFT_KIND", f"{draft.ref.repo} is a {draft.kind} model; method {method} takes a {needs[0]} one"
-            )
+    kinds = DRAFT_KINDS.get(method, ())
+    if draft is not None and kinds and draft.ref.repo in s.host.catalog.models and draft.kind not in kinds:
+        wanted = " or ".join(kinds)
+        yield finding("DRAFT_KIND", f"{draft.ref.repo} is a {draft.kind} model; method {method} takes a {wanted} one")
 
 
 def concurrency_is_low(s: Service) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -196,6 +197,14 @@ def service_declarations(decl: HostDecl, profile: Profile | None) -> tuple[list[
     services = []
     for name, item in items.items():
         service, faults = parse(ServiceDecl, item, f"rig_services[{name}]")
+        if profile and "target" not in item and isinstance(name, str):
+            own = ", ".join(service["name"] for service in profile.services)
+            faults = [
+                replace(fault, fix=f"add it, or use the profile's service: {own}")
+                if ".target " in fault.cause
+                else fault
+                for fault in faults
+            ]
         found += faults
         services += [service] if service else []
     if not items and not found:

@@ -28,6 +28,13 @@ def _json_only(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _inside(path: str) -> str:
+    """A path that stays in its folder. Raises ValueError."""
+    if not path.isprintable() or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError("it is no plain path inside the repository")
+    return path
+
+
 class Declared(BaseModel):
     """Closed and strict: an unknown key and a "5" where a 5 belongs are both refused."""
 
@@ -130,8 +137,8 @@ class LockedFile(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    path: str
-    size: int = Field(ge=0)
+    path: Annotated[str, AfterValidator(_inside)]
+    size: int = Field(ge=0, le=10**14)
     sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     sha1: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="git blob id")
 

@@ -178,6 +178,25 @@ def test_a_lock_that_is_none(lock: Any) -> None:
     assert {found.code for found in plan.refusals} == {"LOCK_INVALID"}
 
 
+@pytest.mark.parametrize("path", ["../evil", "/etc/passwd", "a//b", "a/../b", "", "a\nb", "./a"])
+def test_a_lock_that_leads_elsewhere(path: str) -> None:
+    lock = tiny_lock()
+    lock["models"]["specrig-lab/tiny-target"]["files"][0]["path"] = path
+    assert [f.code for f in plan_host("bad", {"rig_profile": "cpu_demo"}, lock).refusals] == ["LOCK_INVALID"]
+
+
+def test_a_lock_with_an_absurd_size() -> None:
+    lock = tiny_lock()
+    lock["models"]["specrig-lab/tiny-target"]["files"][1]["size"] = 10**5000
+    assert [f.code for f in plan_host("bad", {"rig_profile": "cpu_demo"}, lock).refusals] == ["LOCK_INVALID"]
+
+
+def test_a_misspelt_service_name_is_told_the_profiles() -> None:
+    refused = plan_host("bad", {"rig_profile": P, "rig_services": [{"name": "r1-14", "k": 2}]}).refusals
+    assert [found.code for found in refused] == ["FIELD_MISSING"]
+    assert "r1-14b" in refused[0].fix
+
+
 @pytest.mark.parametrize("facts", ["facts", [1], {"driver_version": 1}, {"gpus": {}}, {"gpus": [{"uuid": "x"}]}])
 def test_facts_that_are_none(facts: Any) -> None:
     plan = plan_host("bad", {"rig_profile": P}, None, facts)
