@@ -36,8 +36,9 @@ def _host(name: str, plan: HostPlan) -> Iterator[str]:
     state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
     yield f"{name}    {plan.host.get('profile') or 'no profile'} on {cards}{state}"
     if plan.driver:
-        have = plan.driver["installed"] or plan.driver["version"] or f"branch {plan.driver['branch']}"
-        yield f"  driver     {have}; {plan.driver['reason']}"
+        parts = [f"branch {plan.driver['branch']}"]
+        parts += [f"{word} {plan.driver[word]}" for word in ("version", "installed") if plan.driver[word]]
+        yield f"  driver     {', '.join(parts)}; {plan.driver['reason']}"
     for service in plan.services:
         yield ""
         yield from _service(service)
