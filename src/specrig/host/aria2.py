@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import struct
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -103,6 +105,28 @@ def control_file(path: Path) -> Path:
     return path.with_name(path.name + ".aria2")
 
 
+def can_resume(path: Path, size: int) -> bool:
+    """True when the control file of `path` is whole and is about a file of `size` bytes.
+
+    A disk that filled up, or a power cut, leaves a cut-off one, at which aria2c would stop each time. The layout is the
+    one of aria2's manual, "Control File": numbers in network order, the pieces in flight last.
+    """
+    try:
+        raw = control_file(path).read_bytes()
+        version, _, hash_length = struct.unpack_from(">HII", raw, 0)
+        at = 10 + hash_length
+        _, total, _, bits = struct.unpack_from(">IQQI", raw, at)
+        at += 24 + bits
+        (pieces,) = struct.unpack_from(">I", raw, at)
+        at += 4
+        for _ in range(pieces):
+            _, _, bits = struct.unpack_from(">III", raw, at)
+            at += 12 + bits
+    except (OSError, struct.error):
+        return False
+    return bool(version == 1 and total == size and at == len(raw))
+
+
 def on_disk(request: Request) -> int:
     """Bytes of a file that are certainly there: all when complete, else what is allocated (partials are sparse)."""
     try:
@@ -149,6 +173,8 @@ def fetch(
     finally:  # stopped half way: it saves where it is and ends
         if process.poll() is None:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
 
 
 def _follow(

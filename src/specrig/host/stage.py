@@ -158,15 +158,18 @@ def _prepare(artefact: Artefact, job: Job) -> None:
                 entry.unlink()
     for path, spec in wanted.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        control = aria2.control_file(path)
+        if control.exists() and not (path.exists() and aria2.can_resume(path, spec.size)):
+            control.unlink()
+            path.unlink(missing_ok=True)
         # Without its control file a partial may have holes: only one of full size is worth checking.
-        if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
+        if path.exists() and not control.exists() and not has_size(path, spec.size):
             path.unlink()
         # What an earlier publication of this revision still has is not fetched again, when it is still right.
         old = artefact.path / spec.path
         if not path.exists() and has_size(old, spec.size) and digest(old, spec.kind) == spec.digest:
             with contextlib.suppress(OSError):
                 os.link(old, path)
-                aria2.control_file(path).unlink(missing_ok=True)
 
 
 def _check_budget(todo: list[Artefact], job: Job) -> None:
@@ -288,7 +291,13 @@ def _download(
     failures, pause, fault = 0, FIRST_WAIT_S, ""
 
     def ticker(base: int, label: str) -> Callable[[int], None]:
-        return lambda count: progress.update("download", base + count, total, label)
+        def tick(count: int) -> None:
+            progress.update("download", base + count, total, label)
+            # Somebody else fills the disk: stop while aria2c can still save what it has.
+            if shutil.disk_usage(job.root).free < RESERVE // 2:
+                raise _full(job)
+
+        return tick
 
     while missing := [f for f in artefact.files if not _complete(partial / f.path, f)]:
         have = artefact.size - sum(f.size for f in missing)
@@ -338,13 +347,17 @@ def _raise_final(outcome: aria2.Outcome, artefact: Artefact, job: Job) -> None:
     for number in (22, 24):
         if (fault := outcome.faults.get(number)) and (number == 24 or "403" in fault.words):
             raise denied(fault.url or where, fault.words)
-    if {9, 16, 17, 18} & {outcome.status, *outcome.faults} and shutil.disk_usage(job.root).free < RESERVE:
-        free = amount(shutil.disk_usage(job.root).free)
-        raise HostError(
-            "STAGE_DISK",
-            f"the disk of {job.root} filled up: {free} free",
-            f"free space in {job.root}, then run this again",
-        )
+    failed = {outcome.status, *outcome.faults}
+    if 9 in failed or (failed & {16, 17, 18} and shutil.disk_usage(job.root).free < RESERVE):
+        raise _full(job)
+
+
+def _full(job: Job) -> HostError:
+    return HostError(
+        "STAGE_DISK",
+        f"the disk of {job.root} filled up while fetching: {amount(shutil.disk_usage(job.root).free)} are free",
+        f"free space in {job.root}, then run this again: it resumes",
+    )
 
 
 def _checksum(artefact: Artefact, faults: list[str]) -> HostError:

@@ -75,7 +75,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(stage, "LONGEST_WAIT_S", 0.05)
     monkeypatch.setattr(stage, "LOCK_WAIT_S", 0.3)
-    monkeypatch.setattr(aria2, "RETRY_WAIT_S", 1)
+    monkeypatch.setattr(aria2, "RETRY_WAIT_S", 0)
     monkeypatch.setattr(aria2, "TIMEOUT_S", 1)
 
 
@@ -187,7 +187,7 @@ def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: P
 
 def test_a_hub_that_says_later_is_waited_for(tmp_path: Path) -> None:
     with hub_of({"a": b"x" * 200}) as hub:
-        hub.faults = [429] * (stage.ATTEMPTS + 2) + [503]
+        hub.faults = [429] * (stage.ATTEMPTS + 2) + [503] * 2
         assert run(document(tmp_path, hub.url, {"a": b"x" * 200}))["changed"]
 
 
@@ -254,6 +254,21 @@ def test_disk_budget_comes_before_the_first_byte(tmp_path: Path, monkeypatch: py
         assert hub.requests == []
 
 
+def test_a_disk_that_somebody_else_fills_stops_it_in_time_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"model.safetensors": blob(6_000_000)}
+    url = f"/org/name/resolve/{REVISION}/model.safetensors"
+    with hub_of(data, rate=3_000_000) as hub:
+        free = SimpleNamespace(free=10**10)
+        with monkeypatch.context() as patch:
+            full = SimpleNamespace(free=1000)
+            patch.setattr("shutil.disk_usage", lambda _: full if hub.sent.get(url, 0) > 3_000_000 else free)
+            assert "filled up" in refused(document(tmp_path, hub.url, data), "STAGE_DISK").cause
+        assert run(document(tmp_path, hub.url, data))["changed"]
+        assert hub.sent[url] < 7_500_000, "it was fetched again"
+
+
 def test_a_damaged_publication_is_repaired_from_what_it_still_has(tmp_path: Path) -> None:
     with hub_of(FILES) as hub:
         doc = document(tmp_path, hub.url)
@@ -278,6 +293,16 @@ def test_foreign_things_among_the_partials_are_swept(tmp_path: Path) -> None:
         assert run(document(tmp_path, hub.url))["changed"]
     assert (tmp_path / "outside").read_text() == "mine"
     assert not (tmp_path / "org--name" / REVISION / "x").exists()
+
+
+@pytest.mark.parametrize("control", [b"", b"\0\1\0\0", b"\0\1" + b"\0" * 32, b"x" * 400])
+def test_a_cut_off_control_file_does_not_stop_a_download_for_ever(tmp_path: Path, control: bytes) -> None:
+    partial = tmp_path / ".partial/org--name" / REVISION
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(b"?" * 300_000)
+    (partial / "model.safetensors.aria2").write_bytes(control)
+    with hub_of(FILES) as hub:
+        assert run(document(tmp_path, hub.url))["changed"]
 
 
 def test_a_symbolic_link_in_the_way_is_refused(tmp_path: Path) -> None:
