@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import json
 import os
@@ -32,6 +33,15 @@ CLI_ARGS = (  # where `make_arg_parser` lived, newest first
 )
 
 
+SPECULATIVE = (
+    "method",
+    "num_speculative_tokens",
+    "draft_tensor_parallel_size",
+    "use_heterogeneous_vocab",
+    "parallel_drafting",
+)
+
+
 def exports(init: Path) -> dict[str, str]:
     """Public name -> module, read from the package's `__init__` without running it."""
     found = {}
@@ -47,6 +57,8 @@ def enter(tree: Path, version: str) -> None:
     # transformers looks for torch once and remembers; it must not find the stand-in.
     importlib.import_module("transformers.utils.import_utils").is_torch_available()
     stand_ins.install()
+    # ... except to read a configuration's "float16" as `torch.float16`.
+    importlib.import_module("transformers.configuration_utils").is_torch_available = lambda: True
     sys.path.append(str(tree))  # the engine looks up its own metadata
     package: Any = types.ModuleType("vllm")
     package.__path__ = [str(tree / "vllm")]
@@ -129,6 +141,75 @@ def flags(parser: Any) -> dict[str, Any]:
     return table
 
 
+def engine(args: Any, tree: Path) -> dict[str, Any]:
+    """What the engine makes of the parsed arguments before it touches a device: its own checks of the whole set."""
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda function: function()  # a new process would not have the stand-ins
+    made = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    speculative, scheduler = made.speculative_config, made.scheduler_config
+    values = {
+        "quantization": made.model_config.quantization,
+        "dtype": str(made.model_config.dtype),
+        "max_model_len": made.model_config.max_model_len,
+        "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
+        "enforce_eager": made.model_config.enforce_eager,
+        "chunked_prefill": first(scheduler, "enable_chunked_prefill", "chunked_prefill_enabled"),
+        "async_scheduling": first(scheduler, "async_scheduling"),
+        "engine_v1": os.environ.get("VLLM_USE_V1"),  # set by the versions that have both engines
+        "runner_v2": first(made, "use_v2_model_runner"),
+        "speculative": None,
+    }
+    if speculative is not None:
+        values["speculative"] = {name: first(speculative, name) for name in SPECULATIVE}
+        draft = getattr(speculative, "draft_parallel_config", None)
+        values["speculative"]["draft_tensor_parallel_size"] = first(draft, "tensor_parallel_size")
+        start(made, values, tree)
+    return values
+
+
+def start(made: Any, values: dict[str, Any], tree: Path) -> None:
+    """The checks that a version makes only when its worker or drafter starts, where they read nothing but numbers."""
+    speculative, one = made.speculative_config, types.SimpleNamespace
+    if (tree / "vllm/spec_decode/spec_decode_worker.py").exists() and values["engine_v1"] != "1":
+        worker = importlib.import_module("vllm.spec_decode.spec_decode_worker").SpecDecodeWorker
+        sizes = inspect.getattr_static(worker, "_vocab_size")
+        draft, target = speculative.draft_model_config or made.model_config, made.model_config
+        sizes = getattr(sizes, "fget", None) or sizes.func
+        widths = [one(vocab_size=model.get_vocab_size()) for model in (draft, target)]
+        sizes(one(proposer_worker=widths[0], scorer_worker=widths[1]))
+    # Runner V2 has a drafter of its own, without this check.
+    elif (tree / "vllm/v1/spec_decode/draft_model.py").exists() and not values["runner_v2"]:
+        if speculative.method == "draft_model":
+            drafter = importlib.import_module("vllm.v1.spec_decode.draft_model").DraftModelProposer
+            drafter._raise_if_draft_tp_mismatch(one(speculative_config=speculative, vllm_config=made))
+
+
+def first(thing: Any, *names: str) -> Any:
+    """The first of these attributes that there is, in a JSON form."""
+    return next((plain(getattr(thing, name)) for name in names if hasattr(thing, name)), None)
+
+
+def apart(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`caught` in a forked child, so that one case leaves nothing behind for the next but what it imported."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        known = set(sys.modules)
+        answer = [caught(action), [m for m in sys.modules if m not in known and m.startswith("vllm.")]]
+        with os.fdopen(send, "w", encoding="utf-8") as pipe:
+            pipe.write(json.dumps(answer))
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, encoding="utf-8") as pipe:
+        result, imported = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    for name in imported:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    return result  # type: ignore[no-any-return]
+
+
 def main(tree: Path, version: str, entry: str) -> None:
     """Answer each line of stdin with one line on stdout; the engine's own prints go to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -146,6 +227,13 @@ def main(tree: Path, version: str, entry: str) -> None:
         request = json.loads(line)
         if request["stage"] == "flags":
             result = caught(lambda: flags(module.make_arg_parser(module.FlexibleArgumentParser())))
+        elif request["stage"] == "engine":
+            importlib.import_module("vllm.model_executor.models.qwen2")  # once, not in every child
+            os.environ.update(request["env"])
+            stand_ins.cards[:] = [tuple(card) for card in request["cards"]]
+            result = apart(functools.partial(lambda argv: engine(parse(argv), tree), request["argv"]))
+            for name in request["env"]:
+                del os.environ[name]
         else:
             result = caught(functools.partial(case, request["argv"]))
         answers.write(json.dumps(result) + "\n")

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -26,10 +27,14 @@ import tempfile
 import venv
 import zipfile
 from base64 import urlsafe_b64decode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # run as a file, the package is not on the path
+from tests.contract import shapes
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "parsers.lock"
@@ -63,6 +68,7 @@ USED_MODELS = (
     "qwen2",
     "registry",
     "utils",
+    "vision",
 )
 
 
@@ -331,41 +337,92 @@ def environment() -> Path:
 # --- asking -------------------------------------------------------------------------------------------------------
 
 
-def ask(version: str, requests: Sequence[dict[str, Any]]) -> list[Result]:
-    """One process of one version, one answer per request."""
+class Driver:
+    """One running process of one version; answers until this process ends."""
+
+    def __init__(self, version: str) -> None:
+        fetch([version])
+        home = CACHE / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        # A clean environment: a caller's VLLM_* would change defaults.
+        env = {"PATH": os.defpath, "HOME": str(home), "LANG": "C.UTF-8", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+        env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        words = [str(environment()), "-W", "ignore", "-m", "tests.contract.driver", str(CACHE / version), version]
+        self.version = version
+        self.said = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [*words, ENTRY[version]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+            text=True,
+            env=env,
+            cwd=HERE.parents[1],
+        )
+        atexit.register(self.process.kill)
+
+    def ask(self, request: Mapping[str, Any]) -> Result:
+        """One question, one answer. Raises RuntimeError with the driver's stderr when it has died."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            self.said.seek(0)
+            raise RuntimeError(f"the driver of {self.version} ended:\n{self.said.read()[-4000:]}")
+        return Result(**json.loads(line))
+
+
+@functools.cache
+def driver(version: str) -> Driver:
+    """The version's process, started on first use."""
     if version not in ENTRY:
         raise ValueError(f"{version} is not one of {', '.join(VERSIONS)}")
-    fetch([version])
-    home = CACHE / "home"
-    home.mkdir(parents=True, exist_ok=True)
-    # A clean environment: a caller's VLLM_* would change defaults.
-    env = {
-        "PATH": os.defpath,
-        "HOME": str(home),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "COLUMNS": "100",
-    }
-    env |= {
-        "LANG": "C.UTF-8",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    done = subprocess.run(
-        [str(environment()), "-m", "tests.contract.driver", str(CACHE / version), version, ENTRY[version]],
-        input="".join(json.dumps(r) + "\n" for r in requests),
-        capture_output=True, text=True, env=env, timeout=300, cwd=HERE.parents[1],
-    )  # fmt: skip
-    answers = [Result(**json.loads(line)) for line in done.stdout.splitlines()]
-    if len(answers) != len(requests):
-        raise RuntimeError(f"the driver of {version} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return answers
+    return Driver(version)
+
+
+def ask(version: str, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """One answer per request, from one process."""
+    return [driver(version).ask(request) for request in requests]
+
+
+T = TypeVar("T")
+
+
+def each(question: Callable[[str], T], versions: Sequence[str] = VERSIONS) -> dict[str, T]:
+    """The same question to several versions, two at a time."""
+    environment()
+    fetch(versions)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(versions, pool.map(question, versions), strict=True))
 
 
 def parse(version: str, argvs: Sequence[Sequence[str]]) -> list[Result]:
     """What the version's own parser says to each argument list (the arguments after the image)."""
     return ask(version, [{"stage": "parse", "argv": list(argv)} for argv in argvs])
+
+
+RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564 << 20, (8, 9))  # name, bytes, compute capability
+
+
+def check_speculative(version: str, cases: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """What the version's engine configuration says: `AsyncEngineArgs.create_engine_config`, with its SpeculativeConfig.
+
+    A case is {"argv": the arguments after the image, "models": {path in argv: a name of shapes.SHAPES},
+    "env": {} (optional), "cards": [RTX_4090] (optional)}. A refusal is exit code 1 with the engine's exception in `error`.
+    """
+    folders = shapes.make(CACHE / "shapes")
+    requests = []
+    for case in cases:
+        argv = list(case["argv"])
+        for path, name in case["models"].items():
+            argv = [word.replace(path, str(folders[name])) for word in argv]
+        requests.append(
+            {"stage": "engine", "argv": argv, "env": case.get("env", {}), "cards": case.get("cards", [RTX_4090])}
+        )
+    return ask(version, requests)
 
 
 def flags(version: str) -> dict[str, Any]:

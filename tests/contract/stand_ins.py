@@ -8,7 +8,7 @@ as a decorator, and computes nothing. Two things carry facts: `torch.dtype` memb
 
 from __future__ import annotations
 
-import abc
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -16,12 +16,13 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args, get_origin
+from pathlib import Path
+from typing import Any, Protocol, get_args, get_origin
 
 # Third-party packages that are never installed here. Anything else that is missing is a real ImportError.
 NAMES = set(
     """
-    torch torchvision torchaudio triton xformers outlines outlines_core xgrammar llguidance lmformatenforcer gguf
+    torch torchvision torchaudio functorch triton xformers outlines outlines_core xgrammar llguidance lmformatenforcer gguf
     compressed_tensors mistral_common zmq uvloop uvicorn prometheus_fastapi_instrumentator depyf cv2 PIL sentencepiece
     tiktoken aiohttp cpuinfo partial_json_parser einops blake3 numba watchfiles setproctitle openai_harmony anthropic
     mcp model_hosting_container_standards pybase64 cbor2 ijson scipy diskcache lark pynvml nvtx flashinfer opentelemetry
@@ -38,17 +39,21 @@ ENGINE_NAMES = {
     "vllm._moe_C",
     "vllm._moe_C_stable_libtorch",
     "vllm.cumem_allocator",
+    "vllm.model_executor.kernels",
+    "vllm.models",
     "vllm.third_party",
     "vllm.transformers_utils.configs.ovis",
     "vllm.vllm_flash_attn",
 }
+MODELS = "vllm.model_executor.models."
 
 
-class _Meta(abc.ABCMeta):
+class _Meta(type(Protocol)):  # type: ignore[misc]  # so that a class may have both bases
     """A class whose unknown attributes are stand-ins, and which may be called, subscripted, joined with `|`."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        # An engine's own class below a stand-in has what it defines, and no more.
+        if name.startswith("__") and name.endswith("__") or not cls.__dict__.get("_stand_in"):
             raise AttributeError(name)
         value = make(f"{cls.__module__}.{cls.__qualname__}", name)
         setattr(cls, name, value)
@@ -114,7 +119,10 @@ class _Base(metaclass=_Meta):
 
 def make(parent: str, name: str) -> Any:
     """A new stand-in class called `name`."""
-    return _Meta(name, (_Base,), {"__module__": parent, "_stand_in": True})
+    body: dict[str, Any] = {"__module__": parent, "_stand_in": True}
+    if parent.startswith("vllm.models"):  # the engine asks every quantisation whether it takes a checkpoint over
+        body["override_quantization_method"] = staticmethod(lambda *args, **kwargs: None)
+    return _Meta(name, (_Base,), body)
 
 
 class StandIn(types.ModuleType):
@@ -123,7 +131,10 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        value = sys.modules.get(f"{self.__name__}.{name}") or make(self.__name__, name)
+        below = f"{self.__name__}.{name}"
+        value = (
+            importlib.import_module(below) if below in FACTS else sys.modules.get(below) or make(self.__name__, name)
+        )
         setattr(self, name, value)
         return value
 
@@ -143,10 +154,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.served: list[str] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        top = name.partition(".")[0]
-        if top in NAMES or name in ENGINE_NAMES or any(name.startswith(f"{n}.") for n in ENGINE_NAMES):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
+        top, _, leaf = name.partition(".")[0], *name.rpartition(".")[1:]
+        ours = top in NAMES or name in ENGINE_NAMES or any(name.startswith(f"{n}.") for n in ENGINE_NAMES)
+        if name.startswith(MODELS):  # model classes that are not unpacked
+            ours = not any(Path(folder, leaf + suffix).exists() for folder in path or () for suffix in ("", ".py"))
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
 
     def find_distributions(self, context: Any) -> Iterator[Any]:
         """Versions that the engine asks the package metadata for."""
@@ -158,16 +170,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         self.served.append(module.__name__)
+        module.__file__ = f"/stand-in/{module.__name__.replace('.', '/')}.py"
         module.__version__ = TORCH_VERSION if module.__name__ == "torch" else "0.0.0"  # type: ignore[attr-defined]
-        fill = {
-            "torch": _torch,
-            "torch.cuda": _torch_cuda,
-            "torch.library": _torch_library,
-            "pynvml": _nvml,
-            "vllm.third_party.pynvml": _nvml,
-        }
-        if module.__name__ in fill:
-            fill[module.__name__](module)
+        if module.__name__ in FACTS:
+            FACTS[module.__name__](module)
 
 
 class _DType:
@@ -203,6 +209,18 @@ DTYPES = {
 }
 
 
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": 3.4028234663852886e38,
+    "float64": sys.float_info.max,
+    "float8_e4m3fn": 448.0,
+    "float8_e4m3fnuz": 240.0,
+    "float8_e5m2": 57344.0,
+    "float8_e5m2fnuz": 57344.0,
+}
+
+
 def _torch(torch: Any) -> None:
     torch.dtype = _DType
     for name, value in DTYPES.items():
@@ -211,11 +229,18 @@ def _torch(torch: Any) -> None:
     torch.iinfo = lambda dtype: types.SimpleNamespace(
         min=-(1 << 8 * dtype.itemsize - 1), max=(1 << 8 * dtype.itemsize - 1) - 1, bits=8 * dtype.itemsize
     )
+    torch.finfo = lambda dtype: types.SimpleNamespace(min=-LARGEST[dtype.name], max=LARGEST[dtype.name])
     torch.double, torch.short = DTYPES["float64"], DTYPES["int16"]
 
 
 def _torch_library(library: Any) -> None:
     library.infer_schema = _schema
+
+    def operator(function: Any) -> Any:
+        function.register_fake = function.register_autograd = function.register_kernel = _Base()
+        return function
+
+    library.custom_op = lambda *args, **kwargs: operator
 
 
 def _schema(function: Any, **kwargs: Any) -> str:
@@ -226,8 +251,12 @@ def _schema(function: Any, **kwargs: Any) -> str:
     return f"() -> ({', '.join(values)})" if len(values) != 1 else "() -> Tensor"
 
 
+def _torch_version(version: Any) -> None:
+    version.cuda, version.hip, version.xpu = "13.0", None, None
+
+
 def _torch_cuda(cuda: Any) -> None:
-    cuda.is_available = lambda: True
+    cuda.is_available = cuda._is_compiled = lambda: True
     cuda.is_initialized = lambda: False
     cuda.device_count = lambda: len(cards)
     cuda._device_count_nvml = lambda: len(cards)
@@ -237,7 +266,6 @@ cards: list[tuple[str, int, tuple[int, int]]] = [("NVIDIA GeForce RTX 4090", 24 
 
 
 def _nvml(nvml: Any) -> None:
-    nvml.__file__ = "pynvml.py"
     nvml.NVMLError = type("NVMLError", (Exception,), {})
     nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
     nvml.nvmlDeviceGetCount = lambda: len(cards)
@@ -248,6 +276,23 @@ def _nvml(nvml: Any) -> None:
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle:08d}"
     nvml.nvmlDeviceGetP2PStatus = lambda *args: 1
     nvml.NVML_P2P_STATUS_OK = 0
+
+
+def _triton_backends(backends: Any) -> None:
+    driver = types.SimpleNamespace(is_active=lambda: True)
+    backends.backends = {"nvidia": types.SimpleNamespace(driver=driver)}
+
+
+# The modules whose stand-ins carry facts.
+FACTS = {
+    "torch": _torch,
+    "torch.cuda": _torch_cuda,
+    "torch.library": _torch_library,
+    "torch.version": _torch_version,
+    "triton.backends": _triton_backends,
+    "pynvml": _nvml,
+    "vllm.third_party.pynvml": _nvml,
+}
 
 
 def install() -> Finder:

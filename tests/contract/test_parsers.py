@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 
 import pytest
 
-from tests.contract.parsers import ENTRY, VERSIONS, Result, parse
+from tests.contract.parsers import ENTRY, VERSIONS, Result, each, parse
 
 TARGET, DRAFT = "/models/target", "/models/draft"
 LEGACY = ["--speculative-model", DRAFT, "--num-speculative-tokens", "5"]
@@ -60,24 +61,22 @@ FACTS: dict[str, tuple[Sequence[str], Windows]] = {
 CASES = list(FACTS)
 
 
-@pytest.fixture(scope="session")
+@functools.cache
 def answers() -> dict[str, dict[str, Result]]:
-    return {}
+    """Every version's answer to every case."""
 
-
-def ask(answers: dict[str, dict[str, Result]], version: str) -> dict[str, Result]:
-    """All answers of one version, from one process."""
-    if version not in answers:
+    def one(version: str) -> dict[str, Result]:
         argvs = [[*model(version), *FACTS[case][0]] for case in CASES]
-        answers[version] = dict(zip(CASES, parse(version, argvs), strict=True))
-    return answers[version]
+        return dict(zip(CASES, parse(version, argvs), strict=True))
+
+    return each(one)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_fact(version: str, case: str, answers: dict[str, dict[str, Result]]) -> None:
+def test_fact(version: str, case: str) -> None:
     windows = FACTS[case][1]
-    result = ask(answers, version)[case]
+    result = answers()[version][case]
     assert result.ok == any(key(since) <= key(version) < key(until) for since, until in windows), (
         result.stderr[-600:] or result.error
     )
