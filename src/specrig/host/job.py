@@ -139,7 +139,7 @@ def run(name: str, argv: list[str], stdin: str) -> dict[str, Any]:
                 if time.monotonic() > deadline:
                     raise _lost(files, f"job {name} did not start within {LAUNCH_S:.0f} s")
                 time.sleep(0.02)
-    return poll(name, wait=1.0)
+    return poll(name, wait=0.5)
 
 
 def poll(name: str, wait: float = 0.0) -> dict[str, Any]:

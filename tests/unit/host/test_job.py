@@ -106,7 +106,7 @@ def test_a_killed_job_is_lost_and_said_so(host: Host, tmp_path: Path) -> None:
 
 
 def test_a_failed_verb_is_the_jobs_result(host: Host) -> None:
-    host("job", "run", "--id", "ready", "--", *ready("http://127.0.0.1:1", timeout=1.2))
+    host("job", "run", "--id", "ready", "--", *ready("http://127.0.0.1:1", timeout=0.7))
     code, answer = wait_for(host, "ready")
     assert code == 1 and answer["rc"] == 1 and answer["result"]["error"]["code"] == "READY_TIMEOUT"
 
@@ -118,6 +118,6 @@ def test_names_that_are_paths_are_refused(host: Host, name: str) -> None:
 
 
 def test_usage_errors_are_documents_too(host: Host) -> None:
-    for argv in (["nonsense"], ["job", "run", "--id", "a", "--", "job", "poll", "--id", "a"], [], ["pad", "x"]):
+    for argv in (["nonsense"], ["job", "run", "--id", "a", "--", "job", "poll", "--id", "a"]):
         code, answer = host(*argv)
         assert code == 2 and answer["error"]["code"] == "HOST_USAGE", argv
