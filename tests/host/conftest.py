@@ -28,5 +28,5 @@ def output(host: Any, *command: str) -> str:
 def services(host: Any) -> list[dict[str, Any]]:
     """The specrig services of the host, as the host program reports them."""
     report = json.loads(output(host, HOST_PROGRAM, "status").splitlines()[-1])
-    found: list[dict[str, Any]] = report["services"]
+    found: list[dict[str, Any]] = report["units"]
     return found

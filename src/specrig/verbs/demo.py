@@ -105,7 +105,7 @@ WHERE_NEXT = """
 Where to look next (the host runs on):
   ./rig status -i {inventory}
   ./rig plan -i {inventory}
-  ./rig lab ssh demo --lab demo          then: systemctl cat specrig-tiny; journalctl -u specrig-tiny
+  ./rig lab ssh --lab demo demo          then: systemctl cat specrig-tiny; journalctl -u specrig-tiny
   ./rig up -i {inventory} --check --diff    nothing to change
   ./rig demo --destroy"""
 
@@ -116,7 +116,7 @@ def converge(inventory: Path, *, speculation: bool) -> None:
     if runner.playbook("site", inventory, words):
         raise CannotRun(
             "the playbook did not end well (its own words are above)",
-            "./rig demo --keep, then ./rig lab ssh demo --lab demo",
+            "./rig demo --keep, then ./rig lab ssh --lab demo demo",
             "DEMO_FAILED",
         )
 
@@ -161,7 +161,7 @@ def wait_for_port(port: int, timeout: float = 20) -> None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
-    raise CannotRun("the tunnel to the demo host did not open", "./rig lab ssh demo --lab demo", "DEMO_TUNNEL")
+    raise CannotRun("the tunnel to the demo host did not open", "./rig lab ssh --lab demo demo", "DEMO_TUNNEL")
 
 
 def measure() -> tuple[list[Completion], Acceptance]:

@@ -23,7 +23,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shared.add_argument("--lab", default="lab", metavar="NAME", help="which lab (default: lab)")
     shared.add_argument("--yes", action="store_true", help="install and start a Docker Engine without asking")
 
-    up = actions.add_parser("up", parents=[shared], help="bring hosts up, ready for ./rig up; prints the inventory's path")
+    up = actions.add_parser(
+        "up", parents=[shared], help="bring hosts up, ready for ./rig up; prints the inventory's path"
+    )
     up.add_argument("names", nargs="*", default=["alpha"], metavar="NAME[=OS]", help="host names (default: alpha)")
     up.add_argument("--os", default="debian-13", choices=list(DISTRIBUTIONS), help="of hosts that name none")
     less = up.add_mutually_exclusive_group()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from specrig import runner
 from specrig.console import say
+from specrig.plan import HostPlan
 from specrig.verbs.plan import add_host_arguments, make_plans
 
 
@@ -30,40 +32,59 @@ def host_reports(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return reports
 
 
-def describe(host: str, report: dict[str, Any], planned: str) -> list[str]:
+def shortfalls(report: dict[str, Any], planned: Sequence[str]) -> list[str]:
+    """What is not as it should be: no answer, a planned unit that is missing, a unit that is not up or does not answer."""
+    if "error" in report:
+        return [report["error"]]
+    units = {unit["unit"]: unit for unit in report.get("units", [])}
+    missing = [f"{name} is planned and not there" for name in planned if name not in units]
+    down = [f"{name} is {unit['state']}" for name, unit in units.items() if unit["state"] != "active"]
+    deaf = [
+        f"{name} does not answer" for name, unit in units.items() if unit["state"] == "active" and not healthy(unit)
+    ]
+    return missing + down + deaf
+
+
+def healthy(unit: dict[str, Any]) -> bool:
+    """Whether the unit's service answered its health request."""
+    return bool((unit.get("health") or {}).get("ok"))
+
+
+def describe(host: str, report: dict[str, Any], plan: HostPlan) -> list[str]:
     """Lines for a person."""
     if "error" in report:
         return [f"{host}: {report['error']}"]
-    applied = report.get("plan_hash")
-    drift = (
-        "no plan applied yet"
-        if not applied
-        else "as planned"
-        if applied == planned
-        else "the plan has changed since it was applied: ./rig up"
-    )
-    lines = [f"{host}: {drift}"]
-    for service in report.get("services", []):
-        health = "answers" if service.get("health") else "does not answer"
+    applied, wanted = report.get("plan_hash"), plan.as_json()["plan_hash"]
+    drift = "as planned" if applied == wanted else "the plan has changed since it was applied: ./rig up"
+    lines = [f"{host}: {drift if applied else 'no plan applied yet: ./rig up'}"]
+    for unit in report.get("units", []):
+        answer = "answers" if healthy(unit) else "does not answer"
         lines.append(
-            f"  {service['unit']:<32} {service['active']:<12} {health:<16} restarts {service.get('restarts', 0)}  {service.get('since', '')}"
+            f"  {unit['unit']:<32} {unit['state']:<12} {answer:<16} restarts {unit['restarts']}  since {unit['since']}"
         )
-    lines += [f"  {model['path']}" for model in report.get("models", [])]
+    for model in report.get("models", []):
+        lines.append(f"  {model['path']}  {model['bytes'] / 1e9:.2f} GB{'  made here' if model['derived'] else ''}")
     return lines
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask each host; 1 when a service is not up or a host does not answer."""
+    """Ask each host; 1 when a service is missing or not up, or a host does not answer."""
     inventory = runner.inventory_path(options.inventory)
     plans = make_plans(inventory, options.hosts)
     limit = ["--limit", ",".join(options.hosts)] if options.hosts else []
     reports = host_reports(runner.playbook_json("status", inventory, limit))
+    for name in plans:
+        reports.setdefault(name, {"error": "no answer"})
+    short = {host: shortfalls(report, [s.unit for s in plans[host].services]) for host, report in reports.items()}
     if options.json:
-        say(json.dumps({"hosts": reports}, indent=2))
+        say(
+            json.dumps(
+                {"hosts": {host: report | {"failures": short[host]} for host, report in reports.items()}}, indent=2
+            )
+        )
     else:
         for host, report in reports.items():
-            say("\n".join(describe(host, report, plans[host].as_json()["plan_hash"])))
-    fine = all(
-        "error" not in r and all(s["active"] == "active" for s in r.get("services", [])) for r in reports.values()
-    )
-    return 0 if fine and reports else 1
+            say("\n".join(describe(host, report, plans[host])))
+            for line in short[host] if "error" not in report else []:
+                say(f"  falls short: {line}")
+    return 1 if any(short.values()) else 0

@@ -59,14 +59,22 @@ def e2e() -> list[Command]:
     return [python("pytest", "-q", "-s", "tests/e2e")]
 
 
-PARTS: dict[str, Callable[[], list[Command]]] = {"lint": lint, "unit": unit, "contract": contract, "molecule": molecule, "e2e": e2e}
+PARTS: dict[str, Callable[[], list[Command]]] = {
+    "lint": lint,
+    "unit": unit,
+    "contract": contract,
+    "molecule": molecule,
+    "e2e": e2e,
+}
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the parts; go on after a failure, say at the end what failed and how long each took."""
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
-        raise CannotRun(f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(PARTS)}", "UNKNOWN_PART")
+        raise CannotRun(
+            f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(PARTS)}", "UNKNOWN_PART"
+        )
     results: list[tuple[str, bool, float]] = []
     for part in options.parts or PARTS:
         for command in PARTS[part]():

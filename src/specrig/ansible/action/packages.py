@@ -13,8 +13,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
+
+from specrig.ansible.ask import ask
 
 LOCK_TIMEOUT_S = 300  # unattended upgrades hold dpkg's lock for minutes
 CACHE_VALID_S = 3600
@@ -42,16 +43,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             }
         )
         query = f"dpkg-query --show --showformat='${{db:Status-Abbrev}}${{Package}}\\n' {shlex.join(args['name'])} 2>/dev/null || true"
-        answer = self._low_level_execute_command(query)
-        if answer["rc"]:
-            raise AnsibleActionFail(f"dpkg-query: {answer['stderr'].strip() or answer['rc']}")
-        there = installed(answer["stdout"])
+        there = installed(ask(self, query))
         present = args["state"] == "present"
         todo = [name for name in args["name"] if (name in there) != present]
         diff = {"before": "", "after": "".join(f"{'install' if present else 'remove'} {name}\n" for name in todo)}
         if not todo or self._task.check_mode:
             return {"changed": bool(todo), "packages": todo, "diff": diff}
-        options = {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False} if present else {}
+        options = (
+            {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False} if present else {}
+        )
         result: dict[str, Any] = self._execute_module(
             module_name="ansible.builtin.apt",
             module_args={"name": todo, "state": args["state"], "lock_timeout": LOCK_TIMEOUT_S, **options},
