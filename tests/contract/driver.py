@@ -56,9 +56,10 @@ def enter(tree: Path, version: str) -> None:
     """Make `vllm` importable: the version's own modules from TREE, stand-ins for what is not there."""
     # transformers looks for torch once and remembers; it must not find the stand-in.
     importlib.import_module("transformers.utils.import_utils").is_torch_available()
+    settings: Any = importlib.import_module("transformers.configuration_utils")
     stand_ins.install()
     # ... except to read a configuration's "float16" as `torch.float16`.
-    importlib.import_module("transformers.configuration_utils").is_torch_available = lambda: True
+    settings.is_torch_available = lambda: True
     sys.path.append(str(tree))  # the engine looks up its own metadata
     package: Any = types.ModuleType("vllm")
     package.__path__ = [str(tree / "vllm")]
@@ -143,7 +144,7 @@ def flags(parser: Any) -> dict[str, Any]:
 
 def engine(args: Any, tree: Path) -> dict[str, Any]:
     """What the engine makes of the parsed arguments before it touches a device: its own checks of the whole set."""
-    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda function: function()  # a new process would not have the stand-ins
     made = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs.from_cli_args(args).create_engine_config()
     speculative, scheduler = made.speculative_config, made.scheduler_config
@@ -177,11 +178,11 @@ def start(made: Any, values: dict[str, Any], tree: Path) -> None:
         sizes = getattr(sizes, "fget", None) or sizes.func
         widths = [one(vocab_size=model.get_vocab_size()) for model in (draft, target)]
         sizes(one(proposer_worker=widths[0], scorer_worker=widths[1]))
-    # Runner V2 has a drafter of its own, without this check.
-    elif (tree / "vllm/v1/spec_decode/draft_model.py").exists() and not values["runner_v2"]:
-        if speculative.method == "draft_model":
-            drafter = importlib.import_module("vllm.v1.spec_decode.draft_model").DraftModelProposer
-            drafter._raise_if_draft_tp_mismatch(one(speculative_config=speculative, vllm_config=made))
+        return
+    drafts = (tree / "vllm/v1/spec_decode/draft_model.py").exists() and speculative.method == "draft_model"
+    if drafts and not values["runner_v2"]:  # runner V2 has a drafter of its own, without this check
+        drafter = importlib.import_module("vllm.v1.spec_decode.draft_model").DraftModelProposer
+        drafter._raise_if_draft_tp_mismatch(one(speculative_config=speculative, vllm_config=made))
 
 
 def first(thing: Any, *names: str) -> Any:

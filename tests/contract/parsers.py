@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # run as a file, the package is not on the path
-from tests.contract import shapes
+from tests.contract import shapes  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "parsers.lock"
@@ -349,7 +349,7 @@ class Driver:
         env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         words = [str(environment()), "-W", "ignore", "-m", "tests.contract.driver", str(CACHE / version), version]
         self.version = version
-        self.said = tempfile.TemporaryFile("w+")
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
             [*words, ENTRY[version]],
             stdin=subprocess.PIPE,
@@ -404,7 +404,10 @@ def parse(version: str, argvs: Sequence[Sequence[str]]) -> list[Result]:
     return ask(version, [{"stage": "parse", "argv": list(argv)} for argv in argvs])
 
 
-RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564 << 20, (8, 9))  # name, bytes, compute capability
+# name, bytes, compute capability
+RTX_4090 = ("NVIDIA GeForce RTX 4090", 24564 << 20, (8, 9))
+RTX_3090 = ("NVIDIA GeForce RTX 3090", 24576 << 20, (8, 6))
+RTX_3060 = ("NVIDIA GeForce RTX 3060", 12288 << 20, (8, 6))
 
 
 def check_speculative(version: str, cases: Sequence[Mapping[str, Any]]) -> list[Result]:

@@ -49,9 +49,28 @@ def config(name: str) -> dict[str, Any]:
     }
 
 
+def tokenizer() -> dict[str, Any]:
+    """A `tokenizer.json` with next to no words: the engine looks up where a reasoning model's thought begins and ends."""
+    names = ["<|end|>", "<think>", "</think>"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": 2 + i, "content": name, "special": i == 0, **flags} for i, name in enumerate(names)]
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+    }
+
+
 def make(root: Path) -> dict[str, Path]:
     """Write every shape below `root`; returns name -> folder."""
     for name in SHAPES:
         (root / name).mkdir(parents=True, exist_ok=True)
-        (root / name / "config.json").write_text(json.dumps(config(name), indent=1))
+        for file, content in {
+            "config.json": config(name),
+            "tokenizer.json": tokenizer(),
+            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"},
+        }.items():
+            (root / name / file).write_text(json.dumps(content, indent=1))
     return {name: root / name for name in SHAPES}

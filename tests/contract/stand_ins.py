@@ -53,7 +53,7 @@ class _Meta(type(Protocol)):  # type: ignore[misc]  # so that a class may have b
 
     def __getattr__(cls, name: str) -> Any:
         # An engine's own class below a stand-in has what it defines, and no more.
-        if name.startswith("__") and name.endswith("__") or not cls.__dict__.get("_stand_in"):
+        if (name.startswith("__") and name.endswith("__")) or not cls.__dict__.get("_stand_in"):
             raise AttributeError(name)
         value = make(f"{cls.__module__}.{cls.__qualname__}", name)
         setattr(cls, name, value)
