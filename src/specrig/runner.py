@@ -32,9 +32,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     )
 
 
+def given_path(given: str | None) -> Path:
+    """A path as it was meant where it was typed (`./rig` works from the repository's root); default: the inventory."""
+    return Path(os.environ.get("RIG_CWD", "."), given).resolve() if given else DEFAULT_INVENTORY
+
+
 def inventory_path(given: str | None) -> Path:
     """The inventory to use; says how to make one when there is none."""
-    path = Path(given).resolve() if given else DEFAULT_INVENTORY
+    path = given_path(given)
     if not path.exists():
         raise CannotRun(
             f"there is no inventory at {path}",

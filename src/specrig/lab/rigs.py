@@ -1,9 +1,8 @@
-"""Lab hosts that are ready for `./rig up`: declared as `cpu_demo` rigs, their models on the hub double and in the lock, their engine in the registry."""
+"""Lab hosts that are ready for `./rig up`: declared as `cpu_demo` rigs, their models and engine where they will look for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -11,6 +10,7 @@ import yaml
 from specrig import runner
 from specrig.files import write_atomically
 from specrig.lab import Lab, tiny
+from specrig.lab.parallel import parallel
 from specrig.staging.lock import lock_model
 from specrig.verbs.models import save
 
@@ -21,14 +21,14 @@ def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True) -> Path:
     The slow parts run side by side: the engine image is CPU work, the hosts are mostly waiting.
     """
     hub = lab.ensure_hub()
-    with ThreadPoolExecutor() as pool:
-        image = pool.submit(lab.ensure_engine_image) if engine else None
+
+    def rigs() -> str:
         inventory = lab.up(hosts)
         declare(inventory, hub.hub_url, hub.registry)
         publish_pair(lab, inventory, f"http://{hub.hub_local}")
-        if image:
-            image.result()
-    return inventory
+        return str(inventory)
+
+    return Path(parallel([rigs, lab.ensure_engine_image] if engine else [rigs])[0])
 
 
 def declare(inventory: Path, hub_url: str, registry: str) -> None:
@@ -46,7 +46,7 @@ def declare(inventory: Path, hub_url: str, registry: str) -> None:
 def publish_pair(lab: Lab, inventory: Path, hub: str) -> None:
     """Make the tiny pair, put it on the hub double at `hub` and lock it beside the inventory."""
     text = (runner.ROOT / "LICENSE").read_text()
-    locked = {}
+    locked: dict[str, object] = {}
     for model in tiny.build_pair(text, inventory.parent / "models"):
         lab.publish_model(model.repo, model.revision, model.directory)
         locked[model.repo] = lock_model(model.repo, model.revision, hub)

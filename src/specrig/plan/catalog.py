@@ -206,6 +206,6 @@ def profiles_for(cards: Mapping[str, int]) -> list[str]:
     fitting = {
         name: profile
         for name, profile in profiles().items()
-        if all(cards.get(claim["name"], 0) >= int(claim.get("count", 1)) for claim in profile.gpus)
+        if profile.gpus and all(cards.get(claim["name"], 0) >= int(claim.get("count", 1)) for claim in profile.gpus)
     }
     return sorted(fitting, key=lambda name: (-used(fitting[name]), name.endswith("_article"), name))

@@ -113,11 +113,11 @@ def models_are_locked(s: Service) -> Iterator[Finding]:
             yield finding(
                 "MODEL_UNLOCKED",
                 f"{repo} is not locked: its files and tokenizer are unknown",
-                f"./rig models lock {repo}",
+                "./rig models lock",
             )
         elif model.ref.revision and model.ref.revision != model.locked.revision:
             cause = f"{repo}: declared {model.ref.revision[:12]}, locked {model.locked.revision[:12]}"
-            yield finding("REVISION_LOCK_MISMATCH", cause, f"leave revision out, or ./rig models lock {repo}")
+            yield finding("REVISION_LOCK_MISMATCH", cause, "leave revision out, or ./rig models lock --update")
 
 
 def _reads(model: Model) -> int:

@@ -213,7 +213,7 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
         config = known.config
     else:
         cause = f"{ref.repo} is neither locked nor in the catalog: its size and vocabulary are unknown"
-        return None, [finding("MODEL_UNKNOWN", cause, f"./rig models lock {ref.repo}")]
+        return None, [finding("MODEL_UNKNOWN", cause, "add the model to catalog/models.yml")]
     real = sum(f.size for f in locked.files if f.path.endswith(".safetensors")) if locked else 0
     model = Model(
         ref=ref,

@@ -108,6 +108,7 @@ class HostDecl(Declared):
         {}, description="keys to set in Docker's daemon.json; others stay"
     )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
+    rig_hub_token: Any = Field(None, description="vaulted; for gated models, used while staging only")
     rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
 
 
@@ -214,6 +215,18 @@ class HostPlan:
     def ok(self) -> bool:
         """True when nothing was refused."""
         return not self.refusals
+
+    @classmethod
+    def from_json(cls, plan: Mapping[str, Any]) -> "HostPlan":
+        """The inverse of `as_json`."""
+        return cls(
+            host=plan["host"],
+            services=tuple(ServicePlan(**service) for service in plan["services"]),
+            models=tuple(plan["models"]),
+            driver=plan["driver"],
+            refusals=tuple(Finding(**found) for found in plan["refusals"]),
+            warnings=tuple(Finding(**found) for found in plan["warnings"]),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The plan as a JSON object; `plan_hash` is the sha256 of its canonical form without itself."""

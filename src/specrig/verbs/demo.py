@@ -94,10 +94,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def destroy() -> int:
-    """Remove what any lab has made; without a Docker Engine there is nothing."""
+    """Remove the demo; images and caches too, unless another lab uses them."""
     client = engine.connect()
-    removed = cleanup.everything(client) if client else {}
-    say(f"removed: {', '.join(f'{number} {what}' for what, number in removed.items()) or 'nothing was there'}")
+    if client is None:
+        say("no Docker Engine answers: nothing of a demo is here")
+        return 0
+    Lab(LAB, client=client).down()
+    if others := sorted({h.lab for h in hosts.find(client)}):
+        say(f"the demo's host is gone; images and caches stay for the lab {', '.join(others)} (./rig lab down --all)")
+        return 0
+    say("removed: " + ", ".join(f"{number} {what}" for what, number in cleanup.everything(client).items()))
     return 0
 
 

@@ -49,7 +49,7 @@ def look_at(host: str) -> Counter[str]:
     if done.returncode:
         raise CannotRun(
             f"ssh {host} lspci failed: {done.stderr.strip() or done.returncode}",
-            f"ssh-copy-id {host}, or give --profile",
+            f"ssh {host} once by hand (its key must be known, and yours on it), or give --profile",
             "SSH",
         )
     return cards_of(done.stdout)
@@ -64,7 +64,7 @@ def ask(question: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Write the inventory; what is in the file already stays."""
-    path = runner.Path(options.inventory) if options.inventory else runner.DEFAULT_INVENTORY
+    path = runner.given_path(options.inventory)
     host = options.host or ask("Machine, as ssh names it (user@rig)")
     matched = HOST.fullmatch(host)
     if matched is None:
@@ -98,5 +98,7 @@ def run(options: argparse.Namespace) -> int:
         {"ansible_user": matched["user"]} if matched["user"] else {}
     )
     write_atomically(path, yaml.safe_dump(data, sort_keys=False))
-    say(f"wrote {name} ({profile}) to {path}\nnext: ./rig models lock && ./rig plan && ./rig up")
+    with_inventory = f" -i {options.inventory}" if options.inventory else ""
+    say(f"wrote {name} ({profile}) to {path}")
+    say(f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}")
     return 0

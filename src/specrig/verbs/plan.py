@@ -7,11 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from specrig import runner
-from specrig.console import say
-from specrig.plan import HostPlan, plan_hosts, render
+from specrig.console import CannotRun, say
+from specrig.plan import HostPlan, render
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,9 +27,15 @@ def add_host_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def make_plans(inventory: Path, hosts: Sequence[str]) -> dict[str, HostPlan]:
-    """Plan the named hosts of `inventory`, all of them when none is named."""
-    lock = runner.lock_path(inventory)
-    return plan_hosts(runner.load_hosts(inventory, hosts), yaml.safe_load(lock.read_text()) if lock.exists() else {})
+    """Plans of the named hosts of `inventory` (all of them when none is named), made as the playbook makes them."""
+    names = list(runner.load_hosts(inventory, hosts))
+    result = runner.playbook_json("plan", inventory, ["-e", json.dumps({"plan_hosts": names})])
+    outcome = result["plays"][0]["tasks"][0]["hosts"]["localhost"]
+    if "plans" not in outcome:
+        raise CannotRun(
+            f"the plan could not be made: {outcome.get('msg')}", "correct the variable that it names", "PLAN_FAILED"
+        )
+    return {name: HostPlan.from_json(outcome["plans"][name]) for name in names}
 
 
 def run(options: argparse.Namespace) -> int:

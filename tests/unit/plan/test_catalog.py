@@ -171,7 +171,7 @@ def test_cards_are_recognised(text: str, key: str | None) -> None:
 def test_profiles_that_fit() -> None:
     assert profiles_for({"rtx_4090": 1})[0] == "rtx4090_r1_14b"
     assert profiles_for({"rtx_3090": 2})[0] == "dual_rtx3090_r1_32b_tp2"
-    assert profiles_for({}) == ["cpu_demo"]
+    assert profiles_for({}) == []  # a real machine without a card gets no profile: the CPU one is the lab's
 
 
 def test_profiles_are_as_promised() -> None:

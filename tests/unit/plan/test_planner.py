@@ -251,7 +251,7 @@ def test_the_table_shows_all_a_person_needs() -> None:
     text = render.table(plans)
     for part in (
         "alpha    rtx4090_r1_14b on 1 × GeForce RTX 4090",
-        "vllm 0.33.0 on cuda, draft_model, K=3",
+        "vllm 0.33.0 on cuda, draft_model, K=5",
         "padded from 151936 to 152064 tokens",
         "--max-model-len 16384\n",
         "left for the KV cache",

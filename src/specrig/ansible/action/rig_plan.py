@@ -1,47 +1,57 @@
-"""Action: plan the current host on the controller, from its inventory variables and the model lock beside the inventory.
+"""Action: plan hosts on the controller, from their inventory variables and the model lock beside the inventory. Opens no connection.
 
-Sets the fact `rig_plan`. A refusal fails the task with every code, cause and fix; no connection is opened.
+- rig_plan:                                   # the current host: sets the fact `rig_plan`, or fails with the refusals
+- rig_plan: {hosts: "{{ groups['rigs'] }}"}   # these hosts: returns `plans`, refused ones too, and fails for nothing
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ansible.plugins.action import ActionBase
 
-from specrig.plan import plan_host
+from specrig.plan import HostPlan, plan_hosts
 from specrig.runner import LOCK_NAME
 
 
-def read_lock(path: Path) -> dict[str, Any]:
-    """The model lock, empty where there is none yet."""
+def read_lock(inventory_directory: str) -> dict[str, Any]:
+    """The model lock beside the inventory, empty where there is none yet."""
+    path = Path(inventory_directory) / LOCK_NAME
     return yaml.safe_load(path.read_text()) if path.exists() else {}
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
-    """`rig_plan:`"""
+    """The plugin."""
 
+    _supports_check_mode = True
     TRANSFERS_FILES = False
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the plan as a fact, or the refusals as the failure."""
+        """Return the plan as a fact, the refusals as the failure, or the plans of the hosts that are asked for."""
         result: dict[str, Any] = super().run(tmp, task_vars)
         variables = task_vars or {}
-        declared = {
-            name: self._templar.template(value)
-            for name, value in variables.items()
-            if name.startswith("rig_") and name != "rig_plan"
-        }
-        plan = plan_host(
-            variables["inventory_hostname"], declared, read_lock(Path(variables["inventory_dir"]) / LOCK_NAME)
-        ).as_json()
+        _, args = self.validate_argument_spec(argument_spec={"hosts": {"type": "list", "elements": "str"}})
+        if args["hosts"] is not None:
+            plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]})
+            return result | {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
+        name = variables["inventory_hostname"]
+        plan = self.plans({name: variables})[name].as_json()
         unlocked = [w for w in plan["warnings"] if w["code"] == "MODEL_UNLOCKED"]
         refusals = [*plan["refusals"], *unlocked]  # what is not locked can be planned, but there is nothing to stage
         if refusals:
-            return result | {
-                "failed": True,
-                "msg": "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals),
-            }
+            words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
+            return result | {"failed": True, "msg": words}
         return result | {"changed": False, "ansible_facts": {"rig_plan": plan}}
+
+    def plans(self, hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, HostPlan]:
+        """Plan `hosts` {name: its variables}; templates in their rig_ variables are resolved as anywhere in Ansible."""
+        declared = {}
+        for host, variables in hosts.items():
+            templar = self._templar.copy_with_new_env(available_variables=variables)
+            ours = [name for name in variables if name.startswith("rig_") and name != "rig_plan"]
+            declared[host] = {name: templar.template(variables[name]) for name in ours}
+        first = next(iter(hosts.values()), {})
+        return plan_hosts(declared, read_lock(first.get("inventory_dir", ".")))
