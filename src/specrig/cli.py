@@ -1,4 +1,7 @@
-"""Command line. Each verb is one module in `specrig.verbs` with `register(subparsers)`; exit codes: 0 fine, 1 something falls short, 2 could not run."""
+"""Command line. Each verb is one module in `specrig.verbs` with `register(subparsers)`.
+
+Exit codes: 0 fine, 1 something falls short, 2 could not run.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def missing(versions: dict[str, str]) -> dict[str, str]:
 def from_galaxy(requirements: Path) -> None:
     """Ask Galaxy; quiet about failure, because the package is the second source."""
     galaxy = Path(sys.executable).with_name("ansible-galaxy")
-    command = [galaxy, "collection", "install", "-r", requirements, "-p", DESTINATION, "--timeout", "15", "--force"]
+    command = [str(galaxy), "collection", "install", "-r", str(requirements), "-p", str(DESTINATION), "--force"]
     env = os.environ | {"ANSIBLE_COLLECTIONS_PATH": str(DESTINATION), "ANSIBLE_GALAXY_SERVER_TIMEOUT": "15"}
     subprocess.run(command, env=env, check=False, capture_output=True)
 

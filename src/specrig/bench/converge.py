@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specrig import runner
 from specrig.console import CannotRun
@@ -54,7 +55,7 @@ def run_once(inventory: Path, settings: Mapping[str, str], arguments: tuple[str,
     return Cost(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime), done.stdout
 
 
-def converge(inventory: Path, repeats: int, state: Path) -> dict[str, object]:
+def converge(inventory: Path, repeats: int, state: Path) -> dict[str, Any]:
     """Measure; `state` is a directory for the stock settings file. Returns medians and their ratio."""
     state.mkdir(parents=True, exist_ok=True)
     stock_file = state / "stock.cfg"
@@ -68,7 +69,7 @@ def converge(inventory: Path, repeats: int, state: Path) -> dict[str, object]:
     for _ in range(repeats):
         for kind, settings in kinds.items():
             runs[kind].append(run_once(inventory, settings)[0])
-    result: dict[str, object] = {}
+    result: dict[str, Any] = {}
     for kind, costs in runs.items():
         result[kind] = counts[kind] | {
             "wall_s": round(statistics.median(c.wall for c in costs), 2), "wall_s_all": [round(c.wall, 2) for c in costs],

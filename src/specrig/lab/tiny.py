@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -63,7 +64,7 @@ def learn_merges(text: str, count: int) -> list[Pair]:
     while len(merges) < count:
         pairs: collections.Counter[Pair] = collections.Counter()
         for word, times in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += times
         if not pairs:
             break
@@ -110,7 +111,7 @@ def encode(text: str, merges: list[Pair], vocab: dict[str, int]) -> list[int]:
     ids: list[int] = []
     for part in re.findall(r" ?[A-Za-z]+| ?\d+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+", text):
         word = tuple(alphabet[b] for b in part.encode())
-        while pairs := [pair for pair in zip(word, word[1:], strict=False) if pair in rank]:
+        while pairs := [pair for pair in itertools.pairwise(word) if pair in rank]:
             word = apply_merge(word, min(pairs, key=rank.__getitem__))
         ids += [vocab[piece] for piece in word]
     return ids
@@ -221,16 +222,16 @@ def memory_of(ids: list[int], vectors: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-def embeddings(ids: list[int], rows: int) -> Iterator[Tensor]:
-    """Input vectors, output rows and final norm of the associative memory over the token sequence `ids`."""
+def random_vectors() -> list[list[int]]:
+    """A ±1 vector for every token."""
     stream = random.Random("specrig tiny embedding")  # noqa: S311 - reproducible weights, not secrets
-    vectors = [
-        [1 if bit == "1" else -1 for bit in f"{stream.getrandbits(HIDDEN):0{HIDDEN}b}"] for _ in range(DRAFT_ROWS)
-    ]
-    for name, table, scale in (
-        ("model.embed_tokens", vectors, AMPLITUDE),
-        ("lm_head", memory_of(ids, vectors), 1 / 64),
-    ):
+    bits = [f"{stream.getrandbits(HIDDEN):0{HIDDEN}b}" for _ in range(DRAFT_ROWS)]
+    return [[1 if bit == "1" else -1 for bit in row] for row in bits]
+
+
+def ends(vectors: list[list[int]], memory: list[list[int]], rows: int) -> Iterator[Tensor]:
+    """Input vectors, output rows and final norm of a model whose vocabulary is `rows` wide."""
+    for name, table, scale in (("model.embed_tokens", vectors, AMPLITUDE), ("lm_head", memory, 1 / 64)):
         # Ids that no text has get zeros: a logit of 0, under that of every follower that was seen.
         filled = [*table, *([[0] * HIDDEN] * (rows - DRAFT_ROWS))]
         yield f"{name}.weight", (rows, HIDDEN), b"".join(bf16(scale * x) for row in filled for x in row)
@@ -269,6 +270,8 @@ def build_pair(text: str, root: Path, *, epsilon: float = 2.0) -> tuple[TinyMode
     vocab = {piece: n for n, piece in enumerate([*byte_alphabet(), *("".join(m) for m in merges)])}
     special = {s: len(vocab) + i for i, s in enumerate(SPECIAL)}
     ids = [special["<|user|>"], special["<|end|>"], special["<|assistant|>"], *encode(text, merges, vocab)]
+    vectors = random_vectors()
+    memory = memory_of(ids, vectors)
     tokenizer = tokenizer_json(vocab, merges)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>",
@@ -278,15 +281,17 @@ def build_pair(text: str, root: Path, *, epsilon: float = 2.0) -> tuple[TinyMode
     def build(name: str, layers: int, rows: int) -> TinyModel:
         folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
-        stream = random.Random("specrig tiny layers")  # noqa: S311 - the same stream, so the target starts with the draft's own layers
-        tensors = list(embeddings(ids, rows))
+        # The same stream for both, so the target starts with the draft's own layers.
+        stream = random.Random("specrig tiny layers")  # noqa: S311 - reproducible weights, not secrets
+        tensors = list(ends(vectors, memory, rows))
         for n in range(layers):
             tensors += layer(n, stream, epsilon) if n else recall(n)
         write_safetensors(folder / "model.safetensors", tensors)
         config = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
-            "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": rows,
-            "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": ROPE_THETA, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": rows, "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-6, "rope_theta": ROPE_THETA, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
             "use_sliding_window": False, "attention_dropout": 0.0, "bos_token_id": special["<|begin|>"], "eos_token_id": special["<|end|>"],
         }  # fmt: skip
         for file, content in (

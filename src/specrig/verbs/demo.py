@@ -197,6 +197,7 @@ def report(plain: list[Completion], spec: list[Completion], accepted: Acceptance
         f"\n── Speculation, measured (tiny models on this CPU: the ratio shows the mechanism, not what a card does)"
         f"\n  K=0  {off:7.1f} t/s decode   ({TOKENS} tokens, better of 2)"
         f"\n  K=5  {on:7.1f} t/s decode   {on / off:.2f}×"
-        f"\n  α = {accepted.alpha:.2f} ({accepted.accepted} of {accepted.drafted} drafted tokens accepted), mean acceptance length {accepted.mean_length:.2f}"
+        f"\n  α = {accepted.alpha:.2f} ({accepted.accepted} of {accepted.drafted} drafted tokens accepted)"
+        f", mean acceptance length {accepted.mean_length:.2f}"
         f"\n  greedy output: {identical}"
     )

@@ -1,0 +1,1 @@
+"""Action plugins; ansible.cfg names this folder."""

@@ -1,0 +1,1 @@
+"""Modules; ansible.cfg names this folder."""
