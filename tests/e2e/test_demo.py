@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+
+import pytest
 
 from tests.e2e.conftest import UNIT, Rig
 
@@ -109,3 +112,34 @@ def test_real_engine_refuses_the_pair_without_padding(rig: Rig) -> None:
     assert said, (refused.stdout + refused.stderr)[-2000:]
     print(f"\nupstream: {said[0][:160]}")
     assert "vocab_size=1152" in said[0] and "vocab_size=1024" in said[0]
+
+
+WAYS: dict[str, dict[str, object] | None] = {
+    "padded draft": {},
+    "heterogeneous vocabularies": {"vocab": "heterogeneous"},
+    "ngram": {"method": "ngram", "draft": None},
+    "off": None,
+}
+
+
+@pytest.fixture(scope="module")
+def greedy_text(rig: Rig) -> str:
+    """What greedy decoding says with the padded draft."""
+    text = rig.complete("You may", 120)
+    assert text
+    return text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_speculate_says_the_same(rig: Rig, greedy_text: str, way: str) -> None:
+    """Drafted-token counters move when speculation is on, there are none when it is off, and no word changes."""
+    service = WAYS[way]
+    declared = {"rig_speculation": False} if service is None else {"rig_services": [{"name": "tiny", **service}]}
+    up = rig.rig("up", "-e", json.dumps(declared))
+    assert up.returncode == 0, up.stdout
+    before = rig.metrics()
+    assert rig.complete("You may", 120) == greedy_text
+    moved = {name: value - before.get(name, 0) for name, value in rig.metrics().items()}
+    drafted, accepted = moved.get("spec_decode_num_draft_tokens", 0), moved.get("spec_decode_num_accepted_tokens", 0)
+    print(f"\n{way}: {accepted:.0f} of {drafted:.0f} drafted tokens accepted")
+    assert (drafted > 0 and accepted > 0) if service is not None else not moved
