@@ -1,0 +1,244 @@
+"""The lock is what the hub said, checked: against the hub double, and against a server that says no."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from specrig.console import CannotRun
+from specrig.lab.hub import Hub
+from specrig.plan.planner import HUB_ENDPOINT
+from specrig.staging import lock
+
+REPO = "org/model"
+COMMIT, OLDER = "b" * 40, "a" * 40
+CONFIG = {
+    "architectures": ["X"],
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "quantization_config": {"quant_method": "awq", "bits": 4},
+    "transformers_version": "4.0",
+}
+TOKENIZER: dict[str, Any] = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+    "added_tokens": [{"id": 7, "content": "<end>", "special": True}],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel"},
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    for commit in (OLDER, COMMIT):
+        folder = tmp_path / REPO / commit
+        (folder / "onnx").mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+        (folder / "model.safetensors").write_bytes(b"w" * 1_500_000)
+        for left_out in ("pytorch_model.bin", "model.pt", "README.md", "onnx/model.safetensors", ".gitattributes"):
+            (folder / left_out).write_text("not for an engine")
+    server = Hub(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+def tree(hub: Hub, commit: str = COMMIT) -> Path:
+    return hub.root / REPO / commit
+
+
+def test_a_branch_becomes_the_commit_with_exactly_the_needed_files(hub: Hub) -> None:
+    entry = lock.lock_model(REPO, "main", hub.url)
+    assert entry["revision"] == COMMIT
+    assert [file["path"] for file in entry["files"]] == ["config.json", "model.safetensors", "tokenizer.json"]
+    for file in entry["files"]:
+        content = (tree(hub) / file["path"]).read_bytes()
+        assert (file["size"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest()), file["path"]
+    assert "org/model/model.safetensors" not in hub.stats, "weights are not fetched to be locked"
+
+
+def test_a_commit_that_is_asked_for_is_the_one(hub: Hub) -> None:
+    assert lock.lock_model(REPO, OLDER, hub.url)["revision"] == OLDER
+
+
+def test_facts_of_the_config(hub: Hub) -> None:
+    config = lock.lock_model(REPO, None, hub.url)["config"]
+    assert config["quantization"] == "awq" and config["head_dim"] == 16 and config["vocab_size"] == 8
+    assert "transformers_version" not in config
+    assert lock.config_facts({**CONFIG, "head_dim": 128, "quantization_config": None}) == {
+        **{name: CONFIG[name] for name in ("architectures", "vocab_size", "hidden_size", "num_attention_heads")},
+        "num_hidden_layers": 2,
+        "head_dim": 128,
+        "quantization": None,
+    }
+
+
+def test_the_size_counts_added_tokens(hub: Hub) -> None:
+    assert lock.lock_model(REPO, None, hub.url)["tokenizer"]["size"] == 8
+
+
+def test_a_tokenizer_in_large_file_storage_is_known_too(hub: Hub) -> None:
+    vocab = {f"token-{'x' * 50}-{number}": number for number in range(20_000)}
+    text = json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": vocab}})
+    (tree(hub) / "tokenizer.json").write_text(text)
+    assert len(text) > 1_000_000
+    entry = lock.lock_model(REPO, None, hub.url)
+    assert entry["tokenizer"]["size"] == 20_000
+    assert entry["files"][-1]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_large_file_that_is_not_what_the_hub_lists_is_refused(hub: Hub) -> None:
+    (tree(hub) / "tokenizer.json").write_text(json.dumps(TOKENIZER) + " " * 1_000_000)
+    hub.faults = [{"path": "*/tokenizer.json", "kind": "wrong", "times": 1, "after": None}]
+    with pytest.raises(CannotRun, match=r"tokenizer\.json") as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert caught.value.code == "HUB_DAMAGED"
+
+
+def test_no_config_is_no_model(hub: Hub) -> None:
+    (tree(hub) / "config.json").unlink()
+    with pytest.raises(CannotRun, match=r"no config\.json") as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert caught.value.code == "HUB_NO_MODEL"
+
+
+@pytest.mark.parametrize("config", [{"text_config": CONFIG}, {"model_type": "mamba"}, []])
+def test_a_config_that_the_plan_can_not_read_is_told(hub: Hub, config: Any) -> None:
+    (tree(hub) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotRun, match="org/model") as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert caught.value.code == "HUB_NO_MODEL"
+
+
+def variant(**model: Any) -> dict[str, Any]:
+    return {**TOKENIZER, "model": {**TOKENIZER["model"], **model}}
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        variant(merges=[["a", "b"]]),
+        variant(vocab={"ab": 2, "b": 1, "a": 0}),
+        {
+            **TOKENIZER,
+            "padding": {"length": 9},
+            "truncation": {"max_length": 1},
+            "post_processor": None,
+            "version": "2",
+        },
+    ],
+    ids=["merges as pairs", "another order", "padding and truncation"],
+)
+def test_equal_by_content(same: dict[str, Any]) -> None:
+    assert lock.tokenizer_facts(same) == lock.tokenizer_facts(TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        variant(merges=[]),
+        variant(vocab={"a": 1, "b": 0, "ab": 2}),
+        variant(type="WordPiece"),
+        {**TOKENIZER, "added_tokens": [{"id": 7, "content": "<stop>"}]},
+        {**TOKENIZER, "normalizer": {"type": "NFC"}},
+        {**TOKENIZER, "pre_tokenizer": {"type": "Whitespace"}},
+    ],
+    ids=["merges", "ids", "kind", "added token", "normalizer", "pre-tokenizer"],
+)
+def test_unequal_by_content(other: dict[str, Any]) -> None:
+    assert lock.tokenizer_facts(other)["fingerprint"] != lock.tokenizer_facts(TOKENIZER)["fingerprint"]
+
+
+def test_a_unigram_vocabulary_is_a_list() -> None:
+    one = lock.tokenizer_facts({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}})
+    two = lock.tokenizer_facts({"model": {"type": "Unigram", "vocab": [["a", -1.5], ["<unk>", 0.0]]}})
+    assert one["size"] == 2 and one["fingerprint"] != two["fingerprint"]
+
+
+class Refuses(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        # The path says what to answer; the token that came is answered in the header of a 200.
+        status = int(self.path.rsplit("/", 1)[-1])
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(self.headers.get("Authorization", "none").encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def refuser() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Refuses)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "fix"), [(401, "HF_TOKEN"), (403, "HF_TOKEN"), (404, "check the name"), (503, "later")]
+)
+def test_a_hub_that_says_no(refuser: str, status: int, fix: str) -> None:
+    with pytest.raises(CannotRun, match=str(status)) as caught:
+        lock.fetch(f"{refuser}/{status}", "hf_secret")
+    assert caught.value.code == "HUB_REFUSED" and fix in caught.value.fix
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_the_token_travels_only_when_there_is_one(refuser: str) -> None:
+    assert lock.fetch(f"{refuser}/200", "hf_secret") == b"Bearer hf_secret"
+    assert lock.fetch(f"{refuser}/200", None) == b"none"
+
+
+def test_a_repository_that_is_not_there(hub: Hub) -> None:
+    with pytest.raises(CannotRun, match="404") as caught:
+        lock.lock_model("org/none", None, hub.url)
+    assert caught.value.code == "HUB_REFUSED" and "check the name" in caught.value.fix
+
+
+def test_an_unreachable_hub() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(CannotRun, match="cannot be reached") as caught:
+        lock.lock_model(REPO, None, url)
+    assert caught.value.code == "HUB_UNREACHABLE" and "HF_ENDPOINT" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["reset", "truncate"])
+def test_a_hub_that_breaks_off(hub: Hub, kind: str) -> None:
+    hub.faults = [{"path": "*/config.json", "kind": kind, "times": 1, "after": None}]
+    with pytest.raises(CannotRun) as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert caught.value.code == "HUB_UNREACHABLE"
+
+
+def test_an_answer_that_is_no_json(refuser: str) -> None:
+    with pytest.raises(CannotRun, match="JSON") as caught:
+        lock.fetch_json(f"{refuser}/200", None)
+    assert caught.value.code == "HUB_DAMAGED" and "HF_ENDPOINT" in caught.value.fix
+
+
+@pytest.mark.parametrize("endpoint", ["file:///etc", "ftp://hub", "hub.example"])
+def test_only_http_is_asked(endpoint: str) -> None:
+    with pytest.raises(CannotRun) as caught:
+        lock.lock_model(REPO, None, endpoint)
+    assert caught.value.code == "HUB_ENDPOINT"
+
+
+def test_which_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert lock.endpoint() == HUB_ENDPOINT
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror/")
+    assert lock.endpoint() == "http://mirror" and lock.endpoint("http://given/") == "http://given"
