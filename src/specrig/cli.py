@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotRun as error:
         complain(str(error))
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # EOFError: ctrl-D at a question
         complain("\ninterrupted; run the same command again to go on")
         return 130
     except BrokenPipeError:

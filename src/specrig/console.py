@@ -29,9 +29,12 @@ def complain(text: str) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> bool:
-    """Ask before a change to the person's machine; `yes` answers for them, no terminal means no."""
+    """Ask before a change to the person's machine; `yes` answers for them, no terminal and no answer mean no."""
     if yes:
         return True
     if not sys.stdin.isatty():
         return False
-    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    except EOFError:
+        return False

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,7 +18,8 @@ from specrig.console import CannotRun, confirm, say
 from specrig.files import write_atomically
 from specrig.plan import catalog
 
-HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<address>[A-Za-z0-9:._-]+)")
+# Neither part begins with a dash: ssh would take it for an option.
+HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._][A-Za-z0-9._-]*)@)?(?P<address>[A-Za-z0-9:][A-Za-z0-9:._-]*)")
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,13 +46,16 @@ def cards_of(lspci: str) -> Counter[str]:
 
 def look_at(host: str) -> Counter[str]:
     """Ask the machine for its cards over ssh."""
-    done = subprocess.run(
-        ["ssh", "-o", "BatchMode=yes", host, "lspci -d 10de:"], check=False, capture_output=True, text=True, timeout=60
-    )
-    if done.returncode:
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", host, "lspci -d 10de:"]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        failure = f"{done.stderr.strip() or done.returncode}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
         raise CannotRun(
-            f"ssh {host} lspci failed: {done.stderr.strip() or done.returncode}",
-            f"ssh {host} once by hand (its key must be known, and yours on it), or give --profile",
+            f"ssh {host} lspci failed: {failure}",
+            f"ssh {host} once by hand (its key must be known, yours on it, and pciutils installed), or give --profile",
             "SSH",
         )
     return cards_of(done.stdout)
@@ -60,6 +66,23 @@ def ask(question: str) -> str:
     if not sys.stdin.isatty():
         raise CannotRun(f"{question} cannot be asked: this is no terminal", "give --host and --profile", "NO_TERMINAL")
     return input(f"{question}: ").strip()
+
+
+def read_inventory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document in `path` and, within it, the hosts of `rigs`; what cannot be written back unchanged is not touched."""
+    try:
+        data = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
+        data["rigs"] = data.get("rigs") or {}
+        hosts = data["rigs"]["hosts"] = data["rigs"].get("hosts") or {}
+        hosts.keys()
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise CannotRun(
+            f"{path} is no plain YAML inventory with rigs and hosts: {why}",
+            "add the host by hand (see inventory/example.yml), or give another file with -i",
+            "BAD_INVENTORY",
+        ) from error
+    return data, hosts
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,8 +110,7 @@ def run(options: argparse.Namespace) -> int:
             "give one of these",
             "PROFILE_UNKNOWN",
         )
-    data = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
-    hosts = data.setdefault("rigs", {}).setdefault("hosts", {})
+    data, hosts = read_inventory(path)
     name = options.name or re.sub(r"[^a-z0-9-]", "-", matched["address"].lower())
     if name in hosts and not confirm(f"{name} is in {path} already. Replace it?", yes=options.yes):
         raise CannotRun(f"{name} is in {path} already", "give another --name, or --yes to replace it", "HOST_EXISTS")
