@@ -264,7 +264,7 @@ class TinyModel:
     directory: Path
 
 
-def build_pair(text: str, root: Path, *, epsilon: float = 2.0) -> tuple[TinyModel, TinyModel]:
+def build_pair(text: str, root: Path, *, epsilon: float = 1.4) -> tuple[TinyModel, TinyModel]:
     """Write target and draft under `root`; return them in that order. `text` is what the memory is of; `epsilon` ≥ 0 lowers acceptance."""
     merges = learn_merges(text, DRAFT_ROWS - 256 - len(SPECIAL) - UNUSED_ROWS)
     vocab = {piece: n for n, piece in enumerate([*byte_alphabet(), *("".join(m) for m in merges)])}
