@@ -32,9 +32,7 @@ def make_plans(inventory: Path, hosts: Sequence[str]) -> dict[str, HostPlan]:
     result = runner.playbook_json("plan", inventory, ["-e", json.dumps({"plan_hosts": names})])
     outcome = result["plays"][0]["tasks"][0]["hosts"]["localhost"]
     if "plans" not in outcome:
-        raise CannotRun(
-            f"the plan could not be made: {outcome.get('msg')}", "correct the variable that it names", "PLAN_FAILED"
-        )
+        raise CannotRun(f"the plan could not be made: {outcome.get('msg')}", "correct what it names", "PLAN_FAILED")
     return {name: HostPlan.from_json(outcome["plans"][name]) for name in names}
 
 

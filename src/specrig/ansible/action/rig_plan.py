@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 
 from specrig.plan import HostPlan, plan_hosts
@@ -20,7 +21,10 @@ from specrig.runner import LOCK_NAME
 def read_lock(inventory_directory: str) -> dict[str, Any]:
     """The model lock beside the inventory, empty where there is none yet."""
     path = Path(inventory_directory) / LOCK_NAME
-    return yaml.safe_load(path.read_text()) if path.exists() else {}
+    try:
+        return yaml.safe_load(path.read_text()) if path.exists() else {}
+    except yaml.YAMLError as error:
+        raise AnsibleActionFail(f"{path} is no YAML: {' '.join(str(error).split())}") from None
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -48,10 +52,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def plans(self, hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, HostPlan]:
         """Plan `hosts` {name: its variables}; templates in their rig_ variables are resolved as anywhere in Ansible."""
-        declared = {}
+        declared: dict[str, dict[str, Any]] = {}
         for host, variables in hosts.items():
             templar = self._templar.copy_with_new_env(available_variables=variables)
             ours = [name for name in variables if name.startswith("rig_") and name != "rig_plan"]
-            declared[host] = {name: templar.template(variables[name]) for name in ours}
+            declared[host] = {}
+            try:
+                for name in ours:
+                    declared[host][name] = templar.template(variables[name])
+            except AnsibleError as error:
+                raise AnsibleActionFail(f"{host}: {name}: {error}") from error
         first = next(iter(hosts.values()), {})
         return plan_hosts(declared, read_lock(first.get("inventory_dir", ".")))

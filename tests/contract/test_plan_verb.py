@@ -1,0 +1,114 @@
+"""`./rig plan` as a person types it: real shell script, real Ansible. Here and not under unit because each run takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specrig.runner import ROOT
+from tests.unit.plan.tiny import r1, tiny, tiny_lock
+
+TARGET = {"repo": "specrig-lab/tiny-target"}
+OTHER = {"name": "other", "device": "cpu", "image": "x/cpu:0.32.0", "version": "0.32.0", "max_model_len": 2048}
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown-profile": ({"rig_profile": "rtx4091"}, "PROFILE_UNKNOWN"),
+    "k-zero": (r1(k=0), "K_ZERO_WITH_DRAFT"),
+    "k-forty": (r1(k=40), "K_TOO_LARGE"),
+    "draft-is-target": (tiny(draft=TARGET), "DRAFT_IS_TARGET"),
+    "tp-two": (r1(tensor_parallel=2), "TP_EXCEEDS_GPUS"),
+    "tokenizers": ({"rig_profile": "cpu_demo"}, "TOKENIZER_DIFFERS"),
+    "ports": ({"rig_profile": "cpu_demo", "rig_services": [{**OTHER, "target": TARGET}]}, "PORT_CLASH"),
+    "branch": (
+        r1(target={"repo": "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "revision": "main"}),
+        "REVISION_NOT_COMMIT",
+    ),
+    "latest": (r1(image="vllm/vllm-openai:latest"), "IMAGE_LATEST"),
+    "nothing": ({"rig_gpus": [{"name": "rtx_4090", "count": 1}]}, "NOTHING_DECLARED"),
+    "bare": ({}, "NOTHING_DECLARED"),
+}
+
+
+def rig(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "rig"), "plan", *words]
+    done = subprocess.run(command, cwd=cwd, env=os.environ.copy(), capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done
+
+
+def write(path: Path, hosts: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({"rigs": {"hosts": hosts}}, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "models.lock.yml").write_text(yaml.safe_dump(tiny_lock(fingerprints=("a", "b"))))
+    return write(folder / "inventory.yml", {name: declared for name, (declared, _) in BAD.items()})
+
+
+def test_bad_inputs_are_refused_with_code_and_fix(bad: Path) -> None:
+    done = rig("-i", str(bad))
+    assert done.returncode == 1, done.stderr
+    for name, (_, code) in BAD.items():
+        block = re.search(rf"^{name} .*?nothing was touched", done.stdout, re.MULTILINE | re.DOTALL)
+        assert block, name
+        assert re.search(rf"^    {code}  \S.*\n(?:        .*\n)*?        fix: \S", block[0], re.MULTILINE), block[0]
+
+
+def test_bad_inputs_as_json(bad: Path) -> None:
+    done = rig("-i", str(bad), "--json")
+    assert done.returncode == 1, done.stderr
+    plans = json.loads(done.stdout)["hosts"]
+    assert list(plans) == list(BAD)
+    for name, (_, code) in BAD.items():
+        assert not plans[name]["ok"]
+        assert code in {refusal["code"] for refusal in plans[name]["refusals"] if refusal["cause"] and refusal["fix"]}
+
+
+def test_templates_are_resolved_and_paths_are_meant_from_where_one_stands(tmp_path: Path) -> None:
+    hosts = {
+        "alpha": {"size": "14b", "rig_profile": "rtx4090_r1_{{ size }}", "len": 4096, "rig_services": [
+            {"name": "r1-14b", "max_model_len": "{{ len }}", "served_name": "{{ inventory_hostname }}-r1"}]},
+        "beta": {"rig_profile": "nope"},
+    }  # fmt: skip
+    write(tmp_path / "deep/rigs.yml", hosts)
+    done = rig("-i", "deep/rigs.yml", "alpha", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plans = json.loads(done.stdout)["hosts"]
+    assert list(plans) == ["alpha"], "only who is named"
+    service = plans["alpha"]["services"][0]
+    assert service["served_name"] == "alpha-r1"
+    assert service["argv"][service["argv"].index("--max-model-len") + 1] == "4096"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "names"),
+    [
+        ("rigs: {\n", "BAD_INVENTORY", "broken.yml"),
+        ("others: {hosts: {a: }}\n", "NO_HOSTS", "rigs:"),
+        ('rigs: {hosts: {a: {rig_profile: "{{ nope }}"}}}\n', "PLAN_FAILED", "a: rig_profile: 'nope' is undefined"),
+    ],
+)
+def test_an_inventory_that_can_not_be_read(tmp_path: Path, text: str, code: str, names: str) -> None:
+    (tmp_path / "broken.yml").write_text(text)
+    done = rig("-i", str(tmp_path / "broken.yml"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"{code}: ") and names in done.stderr and "next: " in done.stderr
+
+
+def test_a_lock_that_can_not_be_read_and_a_host_that_is_not_there(tmp_path: Path) -> None:
+    inventory = write(tmp_path / "hosts.yml", {"alpha": {"rig_profile": "cpu_demo"}})
+    (tmp_path / "models.lock.yml").write_text("models: {\n")
+    broken = rig("-i", str(inventory))
+    assert broken.returncode == 2 and f"{tmp_path}/models.lock.yml is no YAML" in broken.stderr
+    unknown = rig("-i", str(inventory), "alhpa")
+    assert unknown.returncode == 2 and "UNKNOWN_HOST: alhpa" in unknown.stderr and "alpha" in unknown.stderr
