@@ -6,6 +6,7 @@ mean acceptance length = 1 + accepted / drafts.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -42,7 +43,7 @@ class Endpoint:
                 "./rig status",
                 "ENDPOINT",
             ) from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise CannotRun(f"{self.url}{path} cannot be reached: {error}", "./rig status", "ENDPOINT") from error
 
 
@@ -65,32 +66,49 @@ def complete(
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     sent, first, last, tokens, text = time.monotonic(), 0.0, 0.0, 0, ""
-    with server.open("/v1/chat/completions", body) as stream:
-        for line in stream:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-            for choice in chunk.get("choices", []):
-                delta = choice["delta"]
-                piece = (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
-                if piece:
-                    last = time.monotonic()
-                    first = first or last
-                    text += piece
-                    show(piece)
+    try:
+        with server.open("/v1/chat/completions", body) as stream:
+            for line in stream:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:  # the status was sent long before
+                    raise CannotRun(
+                        f"the server gave up: {json.dumps(chunk['error'])[:300]}", "./rig status", "ENDPOINT"
+                    )
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                for choice in chunk.get("choices", []):
+                    delta = choice["delta"]
+                    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    if piece := reasoning + (delta.get("content") or ""):
+                        last = time.monotonic()
+                        first = first or last
+                        text += piece
+                        show(piece)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CannotRun(f"the completion broke off: {error!r}", "./rig status", "ENDPOINT") from error
+    if not text or not tokens:
+        raise CannotRun(
+            f"the completion ended with {len(text)} characters and {tokens} tokens counted by the server",
+            "./rig status; the server must report usage (stream_options.include_usage)",
+            "ENDPOINT",
+        )
     return Completion(text, tokens, first - sent, (tokens - 1) / (last - first) if last > first else 0.0)
 
 
 def counters(server: Endpoint) -> dict[str, float]:
     """Every sample of /metrics summed over its labels."""
     totals: dict[str, float] = {}
-    with server.open("/metrics") as page:
-        for line in page.read().decode().splitlines():
+    try:
+        with server.open("/metrics") as page:
+            text = page.read().decode()
+        for line in text.splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
                 totals[name] = totals.get(name, 0.0) + float(value)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CannotRun(f"/metrics of {server.url} can not be read: {error!r}", "./rig status", "ENDPOINT") from error
     return totals
 
 

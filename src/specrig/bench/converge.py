@@ -1,6 +1,6 @@
 """What a converge costs that changes nothing: the play that users run every day.
 
-Tasks and round trips come from one verbose run (each `SSH: EXEC` and each file transfer is a round trip); wall and controller CPU from runs that
+Tasks and round trips come from one verbose run (each `SSH: EXEC` is a round trip, a file transfer's too); wall and controller CPU from runs that
 alternate between this repository's settings and stock Ansible settings, so that a busy machine slows both alike.
 """
 
@@ -27,7 +27,9 @@ action_plugins = {root}/src/specrig/ansible/action
 filter_plugins = {root}/src/specrig/ansible/filter
 library = {root}/src/specrig/ansible/modules
 """
-TRIP = re.compile(r"SSH: EXEC|PUT .+ TO |FETCH .+ TO ")
+# A transfer says PUT or FETCH, and then EXEC for the sftp that carries it: counted once.
+TRIP = re.compile(r"^<[^>]+> SSH: EXEC ", re.MULTILINE)
+TASK = re.compile(r"^TASK \[", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,15 @@ def run_once(inventory: Path, settings: Mapping[str, str], arguments: tuple[str,
     return Cost(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime), done.stdout
 
 
+def count(log: str) -> dict[str, int]:
+    """Tasks and round trips that a `-vvv` log shows."""
+    return {"tasks": len(TASK.findall(log)), "round_trips": len(TRIP.findall(log))}
+
+
 def converge(inventory: Path, repeats: int, state: Path) -> dict[str, Any]:
     """Measure; `state` is a directory for the stock settings file. Returns medians and their ratio."""
+    if repeats < 1:
+        raise CannotRun(f"{repeats} runs measure nothing", "--repeats 3", "BAD_REPEATS")
     state.mkdir(parents=True, exist_ok=True)
     stock_file = state / "stock.cfg"
     stock_file.write_text(STOCK.format(root=runner.ROOT))
@@ -64,7 +73,7 @@ def converge(inventory: Path, repeats: int, state: Path) -> dict[str, Any]:
     counts = {}
     for kind, settings in kinds.items():
         _, log = run_once(inventory, settings, ("-vvv",))
-        counts[kind] = {"tasks": len(re.findall(r"^TASK \[", log, re.MULTILINE)), "round_trips": len(TRIP.findall(log))}
+        counts[kind] = count(log)
     runs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
         for kind, settings in kinds.items():
