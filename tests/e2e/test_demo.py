@@ -50,8 +50,7 @@ def test_active_means_a_completion_works(rig: Rig) -> None:
 
 def test_killed_engine_comes_back(rig: Rig) -> None:
     before = rig.engine_pid()
-    engine = rig.must("pgrep", "-f", "-n", "vllm serve /models/target")
-    rig.must("kill", "-9", engine)
+    rig.must("pkill", "-9", "-f", "[v]llm serve /models/target")
     rig.wait(
         "a new engine completes",
         lambda: rig.active() == "active" and rig.complete() is not None and rig.engine_pid() != before,
@@ -70,7 +69,7 @@ def test_docker_restarted_comes_back(rig: Rig) -> None:
 def test_stopped_leaves_nothing(rig: Rig) -> None:
     rig.must("systemctl", "stop", UNIT)
     assert rig.must("docker", "ps", "--all", "--quiet", "--filter", f"name={UNIT.removesuffix('.service')}") == ""
-    assert rig.ask("pgrep", "-f", "vllm").stdout.strip() == ""
+    assert rig.ask("pgrep", "-f", "[v]llm serve").stdout.strip() == ""
     rig.must("systemctl", "start", UNIT)
     assert rig.complete() is not None, "started, but no completion"
 

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from typing import Any
 
-from docker.errors import APIError, NotFound
+from docker.errors import APIError
 
 from specrig.lab import enginesimage, hosts, images, paths
 from specrig.lab.hosts import LABEL, NETWORK
@@ -19,8 +19,7 @@ def idle(client: Any) -> None:
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
         probe = not {"specrig.host", "specrig.hub", "specrig.build"} & container.labels.keys()
         if last or probe:
-            with contextlib.suppress(NotFound):
-                container.remove(force=True, v=True)
+            hosts.remove(client, container.id)
     if not last:
         return
     for network in client.networks.list(names=[f"^{NETWORK}$"]):

@@ -275,15 +275,23 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _remove(client: Any, container: str) -> None:
+def remove(client: Any, container: str, timeout: float = 60) -> None:
+    """Remove a container with its anonymous volumes, and return when it is gone; another remover may have been first."""
+    deadline = time.monotonic() + timeout
     with contextlib.suppress(NotFound):
-        client.containers.get(container).remove(force=True, v=True)
+        while True:
+            try:
+                client.containers.get(container).remove(force=True, v=True)
+            except APIError as error:
+                if error.status_code != 409 or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
 
 def down(client: Any, lab: str, names: list[str] | None = None) -> list[str]:
     """Remove hosts of `lab` (all without `names`) with their volumes; return the names that are gone."""
     gone = [h for h in find(client, lab) if not names or h.name in names]
-    parallel([partial(_remove, client, host.container) for host in gone])
+    parallel([partial(remove, client, host.container) for host in gone])
     # By label and not by container: a creation that was interrupted leaves volumes without one.
     alive = {h.name for h in find(client, lab)}
     for volume in client.volumes.list(filters={"label": f"{LABEL}={lab}"}):

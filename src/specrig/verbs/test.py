@@ -56,7 +56,7 @@ def molecule() -> list[Command]:
 
 def e2e() -> list[Command]:
     """The demo, and what must hold on its host."""
-    return [python("pytest", "-q", "-s", "tests/e2e")]
+    return [python("pytest", "-s", "tests/e2e")]
 
 
 PARTS: dict[str, Callable[[], list[Command]]] = {

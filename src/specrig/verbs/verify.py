@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     inventory = runner.inventory_path(options.inventory)
     hosts = runner.load_hosts(inventory, options.hosts)
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/host",
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/host",
         f"--ansible-inventory={inventory}", f"--hosts={','.join(f'ansible://{name}' for name in hosts)}",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=runner.ROOT, env=runner.environment(), check=False)
