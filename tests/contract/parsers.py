@@ -49,13 +49,38 @@ ENTRY = {
 VERSIONS = tuple(ENTRY)
 
 # Parts of the engine that no parser and no configuration imports: the bulk of a release.
-UNUSED = (
-    "vllm/model_executor/models/",
-    "vllm/models/",
-    "vllm/benchmarks/",
-    "vllm/vllm_flash_attn/",
-    "vllm/third_party/",
-    "vllm/model_executor/kernels/",
+UNUSED = tuple(
+    f"vllm/{folder}/"
+    for folder in (
+        "attention/ops",
+        "benchmarks",
+        "compilation/passes/fusion",
+        "core/block",
+        "distributed/ec_transfer/ec_connector/cpu",
+        "distributed/ec_transfer/ec_connector/mooncake",
+        "distributed/kv_transfer/kv_connector/v1/hf3fs",
+        "distributed/kv_transfer/kv_connector/v1/lmcache_integration",
+        "distributed/kv_transfer/kv_connector/v1/mooncake",
+        "distributed/kv_transfer/kv_connector/v1/moriio",
+        "distributed/kv_transfer/kv_connector/v1/nixl",
+        "distributed/kv_transfer/kv_connector/v1/offloading",
+        "distributed/weight_transfer",
+        "entrypoints/cli",
+        "entrypoints/cohere",
+        "entrypoints/pooling",
+        "entrypoints/scale_out",
+        "entrypoints/speech_to_text",
+        "kernels/helion",
+        "model_executor/kernels",
+        "model_executor/layers/fla",
+        "model_executor/layers/mamba/gdn",
+        "model_executor/models",
+        "models",
+        "third_party",
+        "v1/kv_offload/tiering",
+        "v1/worker/gpu",
+        "vllm_flash_attn",
+    )
 )
 USED_MODELS = (
     "__init__",
@@ -72,12 +97,17 @@ USED_MODELS = (
 )
 
 
-TORCH_ONLY = (
-    "modeling_",
-    "modular_",
-    "image_processing_",
-    "video_processing_",
-)  # transformers' files that import torch
+# Likewise of the environment: what imports torch, and tests.
+PRUNED = (
+    "transformers/models/*/modeling_*.py",
+    "transformers/models/*/modular_*.py",
+    "transformers/models/*/image_processing_*.py",
+    "transformers/models/*/video_processing_*.py",
+    "numpy/f2py",
+    "numpy/distutils",
+    "numpy/**/tests",
+    "psutil/tests",
+)
 
 
 @dataclass(frozen=True)
@@ -310,7 +340,7 @@ def pip(*args: str) -> str:
 @functools.cache
 def environment() -> Path:
     """The Python of the parser environment, made once per lock."""
-    key = hashlib.sha256(ENVIRONMENT.read_bytes() + repr((sys.version, TORCH_ONLY)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(ENVIRONMENT.read_bytes() + repr((sys.version, PRUNED)).encode()).hexdigest()[:12]
     folder = CACHE / f"environment-{key}"
     python = folder / "bin" / "python"
     if not (folder / ".made").exists():
@@ -327,9 +357,12 @@ def environment() -> Path:
             "-r",
             str(ENVIRONMENT),
         )
-        for file in (folder / "lib").glob("python3*/site-packages/transformers/models/*/*_*.py"):
-            if file.name.startswith(TORCH_ONLY) and file.parent.name != "auto":
-                file.unlink()
+        (packages,) = (folder / "lib").glob("python3*/site-packages")
+        for found in [found for pattern in PRUNED for found in packages.glob(pattern)]:
+            if found.is_dir():
+                shutil.rmtree(found)
+            elif found.parent.name != "auto":
+                found.unlink(missing_ok=True)
         (folder / ".made").touch()
     return python
 
@@ -342,10 +375,9 @@ class Driver:
 
     def __init__(self, version: str) -> None:
         fetch([version])
-        home = CACHE / "home"
-        home.mkdir(parents=True, exist_ok=True)
+        self.home = tempfile.TemporaryDirectory()  # the engine caches what it learns of models; not from run to run
         # A clean environment: a caller's VLLM_* would change defaults.
-        env = {"PATH": os.defpath, "HOME": str(home), "LANG": "C.UTF-8", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+        env = {"PATH": os.defpath, "HOME": self.home.name, "LANG": "C.UTF-8", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         words = [str(environment()), "-W", "ignore", "-m", "tests.contract.driver", str(CACHE / version), version]
         self.version = version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,5 +74,9 @@ def make(root: Path) -> dict[str, Path]:
             "tokenizer.json": tokenizer(),
             "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"},
         }.items():
-            (root / name / file).write_text(json.dumps(content, indent=1))
+            path, text = root / name / file, json.dumps(content, indent=1)
+            if not path.exists() or path.read_text() != text:  # an engine may be reading it
+                fresh = path.with_name(f".{file}.{os.getpid()}.{threading.get_ident()}")
+                fresh.write_text(text)
+                fresh.replace(path)
     return {name: root / name for name in SHAPES}
