@@ -42,7 +42,8 @@ def _health(service: dict[str, Any]) -> dict[str, Any] | None:
     if not ports:
         return None
     bind = str(ports[0].get("bind") or "127.0.0.1")
-    url = f"http://{'127.0.0.1' if bind in ('0.0.0.0', '::') else bind}:{ports[0].get('port')}"  # noqa: S104  compared, not bound
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104  compared, not bound
+    url = f"http://{f'[{host}]' if ':' in host else host}:{ports[0].get('port')}"
     try:
         code, _ = ready.call(url, str(service.get("health_path") or "/health"), timeout=3)
     except (OSError, http.client.HTTPException) as error:

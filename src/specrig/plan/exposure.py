@@ -23,7 +23,7 @@ _FORCED_SLOW = "awq"
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(text)
+        return None if "%" in text else ipaddress.ip_address(text)  # a zone may be any text, and Docker takes none
     except ValueError:
         return None
 

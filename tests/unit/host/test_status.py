@@ -63,3 +63,11 @@ def test_status_puts_unit_container_models_and_plan_together(tmp_path: Path, mon
             "current": True,
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("bind", "host"), [("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")]
+)
+def test_health_is_asked_where_the_service_listens(bind: str, host: str) -> None:
+    health = status._health({"ports": [{"bind": bind, "port": 1}]})
+    assert health is not None and health["url"] == f"http://{host}:1" and health["ok"] is False and health["cause"]

@@ -14,6 +14,8 @@ def systemd_quote(value: object) -> str:
     Source: systemd.service(5) "Command lines", systemd.syntax(7) "Quoting", systemd.unit(5) "Specifiers".
     """
     text = str(value)
+    if "\0" in text:
+        raise ValueError("NUL cannot be in a command line")
     if PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")

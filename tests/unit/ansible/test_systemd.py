@@ -1,0 +1,174 @@
+"""Nothing that a plan carries can end an argument, start a directive, or expand."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import types
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrig.ansible.filter.systemd import FilterModule, systemd_quote
+from specrig.plan import plan_host
+from specrig.runner import ROOT
+from tests.unit.ansible.unit_file import lines, words
+from tests.unit.plan.tiny import r1, tiny, tiny_lock
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+NASTY = st.text(st.sampled_from("\\\"'%$ \n\t\r;#{}[]=nxs0é\x1b\x7f\u2028"), max_size=12)
+HOSTILE = [
+    "", " ", "a b", "a\nUser=root", "a\n[Service]\nExecStartPre=/bin/sh", "a\r\nb", "tail\\", "\\\n", "\\x41\\n", '"', "'", '" ; /bin/sh -c "x',
+    ";", "#", "# comment", "%n %h %%", "$HOME ${PATH} $$", "$", "%", "{{ 7 * 7 }}", "{% raw %}", "a=b=c", "-v/:/host", "\t\x1b[31m\x7f",
+    "naïve 中文 🙂 \u2028 \u0085", "x" * 3000, "@!+-:/bin/sh", '{"a": "b\\"c"}',
+]  # fmt: skip
+NAMES = ["a", "A.b_c-d", "org/model", "m/..", "0", "x" * 128, "a--privileged", "a/b//c"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXT | NASTY, max_size=4))
+def test_every_argument_comes_back(arguments: list[str]) -> None:
+    line = " ".join(systemd_quote(argument) for argument in arguments)
+    assert "\n" not in line and "\r" not in line
+    assert words(line) == arguments
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_hostile_values_come_back(value: str) -> None:
+    assert words(f"/bin/x {systemd_quote(value)} end") == ["/bin/x", value, "end"]
+
+
+def test_plain_words_stay_readable() -> None:
+    assert [systemd_quote(v) for v in ("--port=8000", "/models/a:ro", 8000)] == ["--port=8000", "/models/a:ro", "8000"]
+    assert FilterModule().filters() == {"systemd_quote": systemd_quote}
+
+
+def test_nul_is_in_no_command_line() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        systemd_quote("a\0b")
+
+
+@pytest.fixture(scope="module")
+def action() -> Any:
+    """The action plugin as Ansible makes it, without a connection."""
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.plugins.loader import filter_loader
+    from ansible.template import Templar
+
+    from specrig.ansible.action.managed_files import ActionModule
+
+    filter_loader.add_directory(str(ROOT / "src/specrig/ansible/filter"))
+    loader = DataLoader()
+    task = types.SimpleNamespace(async_val=0, environment=[])
+    return ActionModule(
+        task=task,
+        connection=None,
+        play_context=None,
+        loader=loader,
+        templar=Templar(loader=loader),
+        shared_loader_obj=None,
+    )
+
+
+def unit(action: Any, service: dict[str, Any]) -> str:
+    text = action._render("etc/systemd/system/specrig-service.service.j2", {"vars": {"service": service}}, {})
+    assert isinstance(text, str)
+    return text
+
+
+def planned(declaration: dict[str, Any] | None = None) -> dict[str, Any]:
+    service: dict[str, Any] = plan_host("alpha", declaration or tiny(), tiny_lock()).as_json()["services"][0]
+    return service
+
+
+def directives(text: str) -> list[tuple[str, str]]:
+    return [(section, name) for section, name, _ in lines(text)]
+
+
+def start(text: str) -> list[str]:
+    [value] = [value for _, name, value in lines(text) if name == "ExecStart"]
+    return words(value)
+
+
+def test_the_ordinary_unit(action: Any) -> None:
+    service = planned()
+    command = start(unit(action, service))
+    assert command[:2] == ["/usr/bin/docker", "run"]
+    assert command[command.index(service["image"]) + 1 :] == service["entrypoint"] + service["argv"]
+    assert {f"{k}={v}" for k, v in service["env"].items()} == {b for a, b in pairwise(command) if a == "--env"}
+
+
+def test_cards_are_named_to_docker_in_its_own_quotes(action: Any) -> None:
+    service = planned(r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 2}]}, tensor_parallel=2))
+    command = start(unit(action, service))
+    assert command[command.index("--gpus") + 1] == '"device=0,1"'
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_value_becomes_a_directive(action: Any, value: str) -> None:
+    service = planned()
+    usual = directives(unit(action, service))
+    hostile = {
+        **service,
+        "argv": [*service["argv"], value, "--seed", value],
+        "env": {**service["env"], "A": value},
+        "image": value,
+        "models": [{**service["models"][0], "path": f"/srv/{value}"}],
+        "ports": [{**service["ports"][0], "bind": value}],
+    }
+    text = unit(action, hostile)
+    assert directives(text) == usual
+    command = start(text)
+    assert command[-len(hostile["argv"]) :] == hostile["argv"]
+    assert command[command.index("--entrypoint") + 2] == value
+    assert f"A={value}" in command and f"/srv/{value}:/models/target:ro" in command
+    assert command[command.index("--publish") + 1] == f"{f'[{value}]' if ':' in value else value}:8000:8000"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_the_plan_allows_are_harmless(action: Any, name: str) -> None:
+    plan = plan_host("alpha", tiny(served_name=name), tiny_lock())
+    assert plan.ok
+    service = plan.as_json()["services"][0]
+    text = unit(action, service)
+    assert directives(text) == directives(unit(action, planned()))
+    [ready] = [words(value) for _, key, value in lines(text) if key == "ExecStartPost"]
+    assert ready[ready.index("--model") + 1] == name
+    for _, key, value in lines(text):
+        assert key.startswith("Exec") or "%" not in value.replace("%%", ""), "a specifier"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nUser=root", "%n", "$HOME", "-x", "é", 'a"', "x" * 129])
+def test_names_that_it_would_not_escape_are_refused(name: str) -> None:
+    for declaration in (tiny(served_name=name), {"rig_profile": "cpu_demo", "rig_services": [{"name": name}]}):
+        assert not plan_host("alpha", declaration, tiny_lock()).ok
+
+
+def test_an_ipv6_address_is_bracketed(action: Any) -> None:
+    text = unit(action, planned(tiny(bind="::1")))
+    command = start(text)
+    assert command[command.index("--publish") + 1] == "[::1]:8000:8000"
+    [ready] = [words(value) for _, key, value in lines(text) if key == "ExecStartPost"]
+    assert ready[ready.index("--url") + 1] == "http://[::1]:8000"
+
+
+@pytest.mark.parametrize("zone", ["eth0", "x\nUser=root", "a b"])
+def test_an_address_with_a_zone_is_refused(zone: str) -> None:
+    plan = plan_host("alpha", tiny(bind=f"::1%{zone}"), tiny_lock())
+    assert [found.code for found in plan.refusals] == ["BIND_INVALID"]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not here")
+def test_systemd_accepts_the_unit(action: Any, tmp_path: Path) -> None:
+    text = unit(action, {**planned(), "argv": HOSTILE})
+    for program in ("/usr/bin/docker", "/usr/local/lib/specrig/specrig-host"):  # verify wants them to be there
+        text = text.replace(f"={program} ", "=/bin/true ").replace(f"=-{program} ", "=-/bin/true ")
+    (tmp_path / "docker.service").write_text("[Service]\nExecStart=/bin/true\n")
+    (tmp_path / "specrig-tiny.service").write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "specrig-tiny.service")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
