@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def in_place(payload: dict[str, Any], answer: str) -> bool:
 
     def same(path: str, kind: str, item: dict[str, Any], default: str) -> bool:
         mode = item.get("mode", default)
-        if not isinstance(mode, str) or path not in seen:
+        if not isinstance(mode, str) or not re.fullmatch("[0-7]{1,5}", mode) or path not in seen:
             return False
         wanted = [format(int(mode, 8), "o"), item.get("owner", "root"), item.get("group", "root")]
         return seen[path][0].startswith(kind) and seen[path][1:4] == wanted
