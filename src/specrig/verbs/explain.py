@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specrig.console import CannotRun, say
+from specrig.host.errors import CODES as RIG_CODES
 from specrig.plan import refusals
 
 
@@ -18,10 +19,17 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(options: argparse.Namespace) -> int:
     """Print one code's page, or the list."""
     if options.code is None:
-        for code, entry in sorted(refusals.CODES.items()):
-            say(f"{code:<28} {entry.title}")
+        titles = {code: entry.title for code, entry in refusals.CODES.items()} | RIG_CODES
+        for code, title in sorted(titles.items()):
+            say(f"{code:<28} {title}")
         return 0
-    if options.code.upper() not in refusals.CODES:
+    code = options.code.upper()
+    if code in refusals.CODES:
+        say(refusals.explain(code))
+    elif code in RIG_CODES:
+        say(
+            f"{code}: {RIG_CODES[code]}\nSaid by the program on the rig; the message beside it names the figures and the next step."
+        )
+    else:
         raise CannotRun(f"no code is called {options.code}", "./rig explain lists them all", "UNKNOWN_CODE")
-    say(refusals.explain(options.code.upper()))
     return 0

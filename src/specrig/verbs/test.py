@@ -40,7 +40,7 @@ def lint() -> list[Command]:
 
 def unit() -> list[Command]:
     """Seconds, no Docker."""
-    return [python("pytest", "tests/unit")]
+    return [python("pytest", "--numprocesses=auto", "tests/unit")]
 
 
 def contract() -> list[Command]:
