@@ -99,13 +99,9 @@ def main(argv: list[str]) -> int:
     records = [json.loads(line) for line in Path(argv[1]).read_text().splitlines()]
     print("\n".join([*ledger(document["cases"], records), *speeds(records)]))
     if len(argv) > 2:
-        lines = [json.dumps(record) for record in tidy(records)]
-        cases = json.dumps(document["cases"])
-        text = '{"version": "%s",\n"cases": %s,\n"records": [\n%s\n]}\n' % (
-            document["version"],
-            cases,
-            ",\n".join(lines),
-        )  # noqa: UP031
+        records_json = ",\n".join(json.dumps(record) for record in tidy(records))
+        head = f'"version": {json.dumps(document["version"])},\n"cases": {json.dumps(document["cases"])}'
+        text = f'{{{head},\n"records": [\n{records_json}\n]}}\n'
         Path(argv[2]).write_text(text)
     return 0
 
