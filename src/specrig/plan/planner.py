@@ -1,5 +1,6 @@
 """The plan: declaration + lock + facts -> one fully resolved document per host, or refusals."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -188,10 +189,17 @@ def _render(host: Host, service: Service) -> ServicePlan:
         # Loading is disk-bound; capturing graphs and compiling comes on top (70-90 s cold on an H200).
         start_timeout_s=900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
         stop_timeout_s=DRAIN_S + 40,
+        cache_key=_cache_key(service, models),
         vram=_memory(service),
         pair=pair_json(service),
         notes=list(decl.notes),
     )
+
+
+def _cache_key(service: Service, models: list[dict[str, Any]]) -> str:
+    """Engines key their compile cache by the target only: with another draft they load the wrong graphs and die."""
+    parts = [service.image, service.method, *(model["artefact"] for model in models)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _memory(service: Service) -> dict[str, Any]:

@@ -191,6 +191,7 @@ class ServicePlan:
     method: str
     start_timeout_s: int
     stop_timeout_s: int
+    cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another
     vram: dict[str, Any]
     pair: dict[str, Any]
     notes: list[str]
