@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from specrig import runner
-from specrig.console import say
+from specrig.console import CannotRun, complain, say
 from specrig.files import write_atomically
 from specrig.staging import lock
 from specrig.verbs.plan import add_host_arguments, make_plans
@@ -26,6 +27,14 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_host_arguments(verb)
     verb.add_argument("--endpoint", help="hub to ask (default: HF_ENDPOINT, or Hugging Face's own)")
     verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
+    verb.add_argument("--check", action="store_true", help="only say what changed upstream; 1 when something did")
+    verb.add_argument(
+        "--allow-unsafe",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lock this file although loading it runs code",
+    )
     verb.set_defaults(run=run)
 
 
@@ -33,26 +42,47 @@ def run(options: argparse.Namespace) -> int:
     """Add what is missing to the lock; a locked model stays as it is unless --update."""
     inventory = runner.inventory_path(options.inventory)
     path = runner.lock_path(inventory)
-    locked = (yaml.safe_load(path.read_text()) or {}).get("models", {}) if path.exists() else {}
-    wanted = {
-        a["repo"]: a
-        for plan in make_plans(inventory, options.hosts).values()
-        for a in plan.as_json()["models"]
-        if not a["derive"]
-    }
+    locked = read(path)
+    plans = make_plans(inventory, options.hosts)
+    wanted = {a["repo"]: a for plan in plans.values() for a in plan.models if not a["derive"]}
+    changed = False
     for repo in sorted(wanted):
-        if repo in locked and not options.update:
+        if repo in locked and not (options.update or options.check):
             say(f"{repo}: locked at {locked[repo]['revision']}")
             continue
-        entry = lock.lock_model(repo, None, lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN"))
-        total = sum(file["size"] for file in entry["files"])
-        before = locked.get(repo, {}).get("revision")
-        change = "" if before in {None, entry["revision"]} else f" (upstream changed: was {before})"
-        say(f"{repo}: {entry['revision']}, {len(entry['files'])} files, {total / 1e9:.2f} GB{change}")
+        before = locked.get(repo, {})
+        # What the inventory names; else what is locked, which --update asks to leave.
+        revision = wanted[repo]["revision"]
+        declared = None if revision == before.get("revision") else revision
+        unsafe = sorted({*before.get("unsafe", []), *options.allow_unsafe})
+        hub, token = lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN")
+        entry = lock.lock_model(repo, declared, hub, token, unsafe)
+        was = before.get("revision")
+        change = "" if was in {None, entry["revision"]} else f" (upstream changed: was {was})"
+        about = f"{len(entry['files'])} files, {entry['size'] / 1e9:.2f} GB, licence {entry['licence'] or 'not stated'}"
+        say(f"{repo}: {entry['revision']}, {about}{change}")
+        differences = lock.changes(before, entry) if before else ["not locked yet"]
+        changed = changed or bool(differences)
+        for line in differences if before else []:
+            say(f"  {line}")
         locked[repo] = entry
+    if options.check:
+        return 1 if changed else 0
     save(path, locked)
     say(f"wrote {path}")
-    return 0
+    bare = {name: plan.refusals for name, plan in plans.items() if plan.refusals and not plan.models}
+    for name, refusals in bare.items():
+        complain(f"{name}: nothing to lock, its plan is refused: {refusals[0].code}\n  next: ./rig plan {name}")
+    return 1 if bare else 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The models of the lock at `path`; empty where there is none."""
+    try:
+        models = (yaml.safe_load(path.read_text()) or {}).get("models") if path.exists() else None
+    except (yaml.YAMLError, AttributeError) as error:
+        raise CannotRun(f"{path} is no lock: {error}", f"take {path.name} from git again", "LOCK_INVALID") from error
+    return models or {}
 
 
 def save(path: Path, models: dict[str, object]) -> None:
