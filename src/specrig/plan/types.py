@@ -103,6 +103,16 @@ class HostDecl(Declared):
     rig_driver: DriverClaim | None = None
     rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
+    rig_hub_limit: int | None = Field(None, ge=50_000, description="bytes per second from the hub")
+    rig_models_offline: bool = Field(False, description="true: no hub is asked; models come from siblings or a bundle")
+    rig_models_bundle: str | None = Field(
+        None, pattern=r"^(/[A-Za-z0-9._-]+)+$", description="a bundle of models on the host: tar file or directory"
+    )
+    rig_models_share: str | None = Field(
+        None,
+        pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9a-f:]+\]):\d{2,5}$",
+        description="serve models to other rigs on address:port",
+    )
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"

@@ -13,12 +13,13 @@ from specrig import runner
 from specrig.console import CannotRun, complain, say
 from specrig.files import write_atomically
 from specrig.staging import lock
+from specrig.verbs import models_store
 from specrig.verbs.plan import add_host_arguments, make_plans
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
-    models = verbs.add_parser("models", help="lock the models that the plans need").add_subparsers(
+    models = verbs.add_parser("models", help="lock, verify, carry and clean up models").add_subparsers(
         metavar="WHAT", required=True
     )
     verb = models.add_parser(
@@ -36,6 +37,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="lock this file although loading it runs code",
     )
     verb.set_defaults(run=run)
+    models_store.register(models)
 
 
 def run(options: argparse.Namespace) -> int:
