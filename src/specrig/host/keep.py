@@ -34,7 +34,7 @@ def listing(root: Path) -> dict[str, Any]:
     rows = models(root)
     used = in_use(root)
     for row in rows:
-        row["damaged"] = (Path(row["path"]) / DAMAGED).exists()
+        row.setdefault("damaged", False)
         row["used"] = None if used is None else Path(row["path"]) in used
     partial = sum(_size(p) for p in (root / ".partial").glob("*/*"))
     free = shutil.disk_usage(root).free if root.is_dir() else 0
