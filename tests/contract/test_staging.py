@@ -395,3 +395,29 @@ def test_a_downloader_that_hangs_is_ended(tmp_path: Path, hub: Hub, monkeypatch:
     assert run(job(tmp_path / "m", hub))["changed"]
     assert time.monotonic() - begin < 20
     is_right(tmp_path / "m", hub)
+
+
+def test_a_second_run_on_20_gb_reads_nothing(tmp_path: Path, program: Path) -> None:
+    """Twenty files of 1 GB, all holes: had they been read, it would take tens of seconds."""
+    home = tmp_path / "m/acme--tiny" / COMMIT
+    home.mkdir(parents=True)
+    files = [{"path": f"{n}.safetensors", "size": 10**9, "sha256": "0" * 64} for n in range(20)]
+    for entry in files:
+        with (home / str(entry["path"])).open("wb") as out:
+            out.truncate(10**9)
+    told = {
+        "schema": 1,
+        "repo": REPO,
+        "revision": COMMIT,
+        "derive": None,
+        "files": sorted(files, key=lambda f: str(f["path"])),
+    }
+    (home / manifest.MANIFEST).write_text(json.dumps(told))
+    (home.parent / "current").symlink_to(COMMIT)
+    artefact = {"id": "tiny", "repo": REPO, "revision": COMMIT, "files": files}
+    document = {"root": str(tmp_path / "m"), "endpoint": "http://127.0.0.1:1", "artefacts": [artefact]}
+    begin = time.monotonic()
+    answer = ended(start(program, document))
+    print(f"second run on 20 GB: {time.monotonic() - begin:.2f} s")
+    assert answer["ok"] and answer["changed"] is False
+    assert time.monotonic() - begin < 1
