@@ -287,9 +287,9 @@ class Handler(BaseHTTPRequestHandler):
             ):
                 if flip:
                     block, flip = bytes([block[0] ^ 1]) + block[1:], False
+                self.server.count(key, sent=len(block))  # before: who has read it all finds it counted
                 self.wfile.write(block)
                 start += len(block)
-                self.server.count(key, sent=len(block))
                 if self.server.rate:
                     time.sleep(max(0.0, (start - first) / self.server.rate - (time.monotonic() - begin)))
         if kind in ("stall", "reset", "truncate"):
