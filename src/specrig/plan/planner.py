@@ -139,7 +139,10 @@ def _host_json(host: Host) -> dict[str, Any]:
         "name": host.name,
         "profile": host.decl.rig_profile,
         "models_root": host.decl.rig_models_root,
-        "hub_endpoint": host.decl.rig_hub_endpoint or HUB_ENDPOINT,
+        "hub_endpoint": "" if host.decl.rig_models_offline else host.decl.rig_hub_endpoint or HUB_ENDPOINT,
+        "hub_limit": host.decl.rig_hub_limit or 0,
+        "models_bundle": host.decl.rig_models_bundle or "",
+        "models_share": host.decl.rig_models_share or "",
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "speculation": host.decl.rig_speculation,
         "gpus": [

@@ -212,7 +212,7 @@ def test_a_wrong_token_is_coded(tmp_path: Path) -> None:
 
 def test_two_stagers(tmp_path: Path) -> None:
     job = manifest.parse_job(document(tmp_path, "http://127.0.0.1:1"))
-    with stage._locked(job.root):
+    with stage.locked(job.root):
         error = refused(document(tmp_path, "http://127.0.0.1:1"), "STAGE_BUSY")
         assert str(os.getpid()) in error.cause
 
