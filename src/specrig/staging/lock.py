@@ -26,7 +26,7 @@ UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", 
 WEIGHTS = ".safetensors"
 INDEX = "model.safetensors.index.json"
 # What the facts are made of is fetched whole, also where it is kept in large file storage: a tokenizer.json often is.
-READ = ("config.json", "tokenizer.json", INDEX)
+READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", INDEX)
 CONFIG_FACTS = (
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "tie_word_embeddings", "torch_dtype",
@@ -120,9 +120,10 @@ def tokenizer_facts(tokenizer: dict[str, Any]) -> dict[str, Any]:
     else:
         ids = set(vocab.values())
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    added = sorted((t["id"], t["content"]) for t in tokenizer.get("added_tokens", []))
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    added = sorted((t["id"], t["content"], *(bool(t.get(f)) for f in flags)) for t in tokenizer.get("added_tokens", []))
     what = [
-        model.get("type"),
+        [model.get(name) for name in ("type", "ignore_merges", "byte_fallback")],
         sorted(vocab.items()),
         merges,
         added,
@@ -130,8 +131,16 @@ def tokenizer_facts(tokenizer: dict[str, Any]) -> dict[str, Any]:
         tokenizer.get("pre_tokenizer"),
     ]
     text = json.dumps(what, sort_keys=True, ensure_ascii=False)
-    ids |= {number for number, _ in added}
+    ids |= {number for number, *_ in added}
     return {"fingerprint": hashlib.sha256(text.encode()).hexdigest(), "size": max(ids) + 1 if ids else 0}
+
+
+def chat_template(known: Mapping[str, bytes]) -> str | None:
+    """The chat template of a model's small files {path: content}: a file of its own, else a field of tokenizer_config.json."""
+    if "chat_template.jinja" in known:
+        return known["chat_template.jinja"].decode()
+    template = json.loads(known.get("tokenizer_config.json", b"{}")).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def config_facts(config: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +237,8 @@ def lock_model(
         }
         if "tokenizer.json" in known:
             entry["tokenizer"] = tokenizer_facts(json.loads(known["tokenizer.json"]))
+            if template := chat_template(known):
+                entry["tokenizer"]["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CannotRun(
             f"{repo} at {commit}: config.json, tokenizer.json or the index is not as a text model has it ({error!r})",

@@ -371,3 +371,13 @@ def test_changes_are_told_in_words() -> None:
         "b is gone",
         "a has other bytes (1 -> 2)",
     ]
+
+
+def test_what_changes_ids_or_the_prompt_is_in_the_lock() -> None:
+    plain = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [{"id": 1, "content": "<x>"}]}
+    strips = plain | {"added_tokens": [{"id": 1, "content": "<x>", "lstrip": True}]}
+    ignores = plain | {"model": plain["model"] | {"ignore_merges": True}}  # type: ignore[operator]
+    assert len({lock.tokenizer_facts(t)["fingerprint"] for t in (plain, strips, ignores)}) == 3
+    assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}'}) == "a"
+    assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}', "chat_template.jinja": b"b"}) == "b"
+    assert lock.chat_template({}) is None
