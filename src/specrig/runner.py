@@ -81,8 +81,8 @@ def load_hosts(inventory: Path, names: Sequence[str] = ()) -> dict[str, dict[str
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=False, capture_output=True, text=True)
     if done.returncode:
         raise CannotRun(
-            f"{inventory} is no Ansible inventory: {done.stderr.strip()[-600:]}",
-            "correct the file named above",
+            f"{inventory} is no Ansible inventory: {done.stderr.strip()[:900]}",
+            "correct the line that is named above",
             "BAD_INVENTORY",
         )
     data = json.loads(done.stdout)

@@ -27,6 +27,8 @@ def output(host: Any, *command: str) -> str:
 @pytest.fixture
 def services(host: Any) -> list[dict[str, Any]]:
     """The specrig services of the host, as the host program reports them."""
+    if not host.file(HOST_PROGRAM).exists:
+        pytest.fail("specrig is not on this host yet: ./rig up", pytrace=False)
     report = json.loads(output(host, HOST_PROGRAM, "status").splitlines()[-1])
     found: list[dict[str, Any]] = report["units"]
     return found

@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("start", help="start a unit and follow it")
     one.add_argument("unit")
     one.add_argument("--restart", action="store_true")
+    one.add_argument(
+        "--after", action="append", default=[], metavar="FILE", help="restart if it runs since before FILE"
+    )
     one.add_argument("--enable", action="store_true", help="also at boot")
     one.add_argument("--timeout", type=float, default=1800)
     one.add_argument("--check", action="store_true", help="only say whether it would start")
@@ -141,7 +144,7 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
     if args.verb == "pull":
         return pull.pull(args.image, progress, args.check)
     if args.verb == "start":
-        return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable)
+        return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable, args.after)
     if args.verb == "status":
         return status.status(args.root)
     return _keep(args, progress) or {"changed": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from specrig.host import units
@@ -84,10 +85,12 @@ def start(
     timeout: float = 1800,
     check: bool = False,
     enable: bool = False,
+    after: Sequence[str] = (),
 ) -> dict[str, Any]:
     """`systemctl start|restart` and follow it. Returns {changed, unit, state, seconds}; raises HostError START_*.
 
-    `enable` also makes the unit start at boot. With `check` nothing is done: changed says whether something would be.
+    A unit that runs since before one of the files `after` was written is restarted. `enable` also makes it start at boot.
+    With `check` nothing is done: changed says whether something would be.
     """
     if not _UNIT.fullmatch(unit):
         raise HostError(
@@ -101,6 +104,7 @@ def start(
     if not check:
         reload_if_needed(unit)
     before = _state(unit)
+    restart = restart or units.older_than(before, after)
     # A unit without [Install] is "static": there is nothing to enable, now or at the next run.
     enable = enable and before.get("UnitFileState") in ("disabled", "enabled-runtime", "linked", "linked-runtime")
     if enable and not check:

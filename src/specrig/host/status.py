@@ -54,6 +54,13 @@ def _health(service: dict[str, Any]) -> dict[str, Any] | None:
     return {"url": url, "ok": code == 200, "status": code}
 
 
+def _stale(name: str, unit: dict[str, str]) -> bool:
+    """Whether the service runs with a unit or a key that has been replaced since it was started."""
+    short = name[len("specrig-") : -len(".service")]
+    files = [f"/etc/systemd/system/{name}", f"/etc/specrig/services/{short}/api-key"]
+    return unit.get("NeedDaemonReload") == "yes" or units.older_than(unit, files)
+
+
 def _container(name: str) -> dict[str, Any] | None:
     try:
         found = docker_api.inspect_container(name)
@@ -98,6 +105,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
                 "restarts": int(unit.get("NRestarts") or 0),
                 "result": unit.get("Result"),
                 "enabled": unit.get("UnitFileState"),
+                "stale": _stale(name, unit),
                 "container": _container(name[: -len(".service")]),
                 "health": _health(service) if service else None,
             }

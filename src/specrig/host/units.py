@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specrig.host.errors import COULD_NOT_RUN, HostError
 
 _PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,NRestarts,InvocationID,Job,StatusText,MainPID,ExecMainStatus,"
-    "ActiveEnterTimestamp,StateChangeTimestamp,UnitFileState,ConditionResult,NeedDaemonReload"
+    "ActiveEnterTimestamp,StateChangeTimestamp,UnitFileState,ConditionResult,NeedDaemonReload,"
+    "ExecMainStartTimestampMonotonic"
 )
 _SECRETS = (
     re.compile(r"\bhf_[A-Za-z0-9]{8,}"),
@@ -58,6 +62,18 @@ def show(*units: str) -> list[dict[str, str]]:
         )
     blocks = [b for b in done.stdout.split("\n\n") if b.strip()]
     return [dict(row.split("=", 1) for row in block.splitlines() if "=" in row) for block in blocks]
+
+
+def older_than(properties: dict[str, str], files: Sequence[str]) -> bool:
+    """Whether a unit's main process was started before one of `files` was written: then it runs with what was in it before.
+
+    This is read from the machine, not remembered: a play that was interrupted between writing and restarting loses nothing.
+    """
+    if properties.get("ActiveState") not in ("active", "activating", "reloading"):
+        return False
+    started = float(properties.get("ExecMainStartTimestampMonotonic") or 0) / 1e6
+    began = time.time() - time.monotonic() + started
+    return bool(started) and any(path.exists() and path.stat().st_mtime > began for path in map(Path, files))
 
 
 @dataclass(frozen=True)

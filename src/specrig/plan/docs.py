@@ -21,7 +21,8 @@ def codes_page() -> str:
         "Every refusal and warning of the plan, and what the program on a rig can say. Generated from",
         "`src/specrig/plan/catalog/codes.yml` and `src/specrig/host/errors.py` by",
         "`python -m specrig.plan.docs`; do not edit. `./rig explain CODE` prints one of them.",
-        "A refusal stops `./rig up` before any host is touched (exit code 1). A warning does not.",
+        "A refusal stops `./rig up` before any host is touched (exit code 1). A warning does not, but for MODEL_UNLOCKED:",
+        "a plan can be looked at before its models are locked, and `./rig up` waits for the lock.",
         "",
     ]
     for level in ("refusal", "warning"):

@@ -21,6 +21,9 @@ _PARALLEL_FLAGS = ("--pipeline-parallel-size", "--data-parallel-size")
 _FORCED_SLOW = "awq"
 
 
+SYSTEM_DIRECTORIES = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"}
+
+
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return None if "%" in text else ipaddress.ip_address(text)  # a zone may be any text, and Docker takes none
@@ -53,6 +56,15 @@ def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
         yield finding("API_KEY_INVALID", f"rig_api_key has {len(key)} characters, {MIN_KEY} are the least")
     elif not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
         yield finding("API_KEY_INVALID", "rig_api_key has a space, a control character or a letter beyond ASCII")
+
+
+def models_lie_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """Models do not lie below a directory that belongs to the system: the role owns what it creates there."""
+    top = host.decl.rig_models_root.split("/")[1]
+    if top in SYSTEM_DIRECTORIES:
+        yield finding(
+            "MODELS_ROOT_INVALID", f"rig_models_root is {host.decl.rig_models_root}, and /{top} is the system's"
+        )
 
 
 def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:

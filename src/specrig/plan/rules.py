@@ -37,4 +37,5 @@ HOST_RULES: list[HostRule] = [
     memory.cards_are_shared_within_bounds,
     exposure.ports_are_free,
     exposure.key_is_strong,
+    exposure.models_lie_apart,
 ]

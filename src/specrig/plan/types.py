@@ -109,7 +109,10 @@ class HostDecl(Declared):
     rig_profile: str | None = None
     rig_gpus: list[GpuClaim] | None = Field(None, max_length=16)
     rig_driver: DriverClaim | None = None
-    rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
+    rig_models_root: str = Field(
+        "/srv/models",
+        pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
+    )
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
     rig_hub_limit: int | None = Field(None, ge=50_000, description="bytes per second from the hub")
     rig_models_offline: bool = Field(False, description="true: no hub is asked; models come from siblings or a bundle")

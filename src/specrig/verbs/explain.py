@@ -31,5 +31,9 @@ def run(options: argparse.Namespace) -> int:
             f"{code}: {RIG_CODES[code]}\nSaid by the program on the rig; the message beside it names the figures and the next step."
         )
     else:
-        raise CannotRun(f"no code is called {options.code}", "./rig explain lists them all", "UNKNOWN_CODE")
+        raise CannotRun(
+            f"no code is called {options.code}",
+            "./rig explain lists those with a page; any other message says all it knows where it appears",
+            "UNKNOWN_CODE",
+        )
     return 0

@@ -116,8 +116,10 @@ def run(options: argparse.Namespace) -> int:
         raise CannotRun(f"{name} is in {path} already", "give another --name, or --yes to replace it", "HOST_EXISTS")
     if path.exists():
         shutil.copy2(path, path.with_suffix(path.suffix + ".bak"))
-    hosts[name] = {"ansible_host": matched["address"], "rig_profile": profile} | (
-        {"ansible_user": matched["user"]} if matched["user"] else {}
+    hosts[name] = (
+        (hosts.get(name) or {})
+        | {"ansible_host": matched["address"], "rig_profile": profile}
+        | ({"ansible_user": matched["user"]} if matched["user"] else {})
     )
     write_atomically(path, yaml.safe_dump(data, sort_keys=False))
     with_inventory = f" -i {options.inventory}" if options.inventory else ""

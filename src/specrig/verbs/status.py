@@ -42,8 +42,13 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
     deaf = [
         f"{name} does not answer" for name, unit in units.items() if unit["state"] == "active" and not healthy(unit)
     ]
+    old = [
+        f"{name} runs with settings from before they were written: ./rig up"
+        for name, u in units.items()
+        if u.get("stale")
+    ]
     drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
-    return missing + down + deaf + drift
+    return missing + down + deaf + old + drift
 
 
 def healthy(unit: dict[str, Any]) -> bool:

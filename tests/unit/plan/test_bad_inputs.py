@@ -24,6 +24,8 @@ BAD: list[tuple[Any, str, str]] = [
     ([], "NOT_A_MAPPING", "list"),
     ({}, "NOTHING_DECLARED", "rig_profile"),
     (_deep(), "NESTED_TOO_DEEP", "12"),
+    ({"rig_profile": P, "rig_models_root": "/etc/models"}, "MODELS_ROOT_INVALID", "/etc is the system's"),
+    ({"rig_profile": P, "rig_models_root": "/srv/../etc"}, "MODELS_ROOT_INVALID", "/srv/../etc"),
     ({"rig_profile": P, "rig_speculate": False}, "UNKNOWN_FIELD", "rig_speculation"),
     (r1(max_model_length=1), "UNKNOWN_FIELD", "max_model_len"),
     ({"rig_profile": "rtx4091"}, "PROFILE_UNKNOWN", "rtx4091"),

@@ -82,7 +82,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                     "msg": f"would run {verb}: {self._program} is not on the host yet",
                     "result": {},
                 }
-            raise AnsibleActionFail(f"{self._program} is not on the host: install it before the first host_job task")
+            raise AnsibleActionFail(
+                f"{self._program} is not on this host yet: ./rig up puts it there (in a play: the role host_agent)"
+            )
         said, phase, lost = 0.0, "", 0
         while answer.get("state") == "running":
             progress = answer.get("progress") or {}

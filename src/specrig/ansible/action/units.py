@@ -4,7 +4,8 @@
       units:
         name: docker.service
 
-In check mode a unit that is not there yet counts as one that would be started.
+With `newer_than: [FILE…]` nothing is done: the task is "changed" when the unit has been running since before one of the files
+was written, so that it can notify a handler. In check mode a unit that is not there yet counts as one that would be started.
 """
 
 from __future__ import annotations
@@ -23,6 +24,21 @@ def as_wanted(properties: str) -> bool:
     return (values.get("UnitFileState"), values.get("ActiveState")) == ("enabled", "active")
 
 
+# systemd's monotonic clock is Python's: wall clocks jump, and whole seconds would miss a file written in the second of the start.
+OLDER = (
+    "import os,subprocess,sys,time;"
+    "p=['systemctl','show','--property=ExecMainStartTimestampMonotonic','--value',sys.argv[1]];"
+    "m=float(subprocess.run(p,capture_output=True,text=True).stdout.strip() or 0)/1e6;"
+    "b=time.time()-time.monotonic()+m;"
+    "print('older' if m and any(os.path.exists(f) and os.stat(f).st_mtime>b for f in sys.argv[2:]) else '')"
+)
+
+
+def older_script(unit: str, files: list[str]) -> str:
+    """A shell script that prints `older` when `unit` runs since before one of `files` was written."""
+    return shlex.join(["python3", "-c", OLDER, unit, *files])
+
+
 class ActionModule(ActionBase):  # type: ignore[misc]
     """The plugin."""
 
@@ -32,7 +48,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Ask, and only where something is to do, act."""
         super().run(tmp, task_vars)
-        _, args = self.validate_argument_spec(argument_spec={"name": {"type": "str", "required": True}})
+        _, args = self.validate_argument_spec(
+            argument_spec={"name": {"type": "str", "required": True}, "newer_than": {"type": "list", "elements": "str"}}
+        )
+        if args["newer_than"] is not None:
+            return {"changed": ask(self, older_script(args["name"], args["newer_than"])).strip() == "older"}
         query = f"systemctl show --property=UnitFileState,ActiveState {shlex.quote(args['name'])}"
         if as_wanted(ask(self, query)):
             return {"changed": False}
