@@ -26,6 +26,7 @@ CODES = {
     "PAD_FORMAT": "not safetensors, or a broken file",
     "PAD_TENSOR": "the embedding or the output layer is missing, quantised or of another width",
     "PAD_WIDTH": "a vocabulary can only be widened",
+    "PREFLIGHT_INPUT": "what is wanted of the machine cannot be read",
     "PULL_BROKEN": "the transfer broke off, several times",
     "PULL_DENIED": "the registry refuses the image to this host",
     "PULL_DISK": "no space for the image",

@@ -140,6 +140,7 @@ def _host_json(host: Host) -> dict[str, Any]:
         "models_root": host.decl.rig_models_root,
         "hub_endpoint": host.decl.rig_hub_endpoint or HUB_ENDPOINT,
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
+        "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,
         "gpus": [
             {
@@ -148,6 +149,8 @@ def _host_json(host: Host) -> dict[str, Any]:
                 "title": card.gpu.title,
                 "uuid": card.uuid,
                 "vram_mib": card.total_mib,
+                "pci_ids": card.gpu.pci_ids,
+                "bar1_mib": card.gpu.bar1_mib,
             }
             for card in host.cards
         ],
@@ -244,6 +247,7 @@ def _driver(host: Host, services: list[Service]) -> dict[str, Any]:
     branch = host.driver_branch or max(need.branch, card_branch)
     cuda = service.engine.image_of(service.version).cuda
     return {
+        "source": host.decl.rig_driver.source if host.decl.rig_driver else "none",
         "branch": branch,
         "version": host.driver,
         "installed": host.facts.driver_version,

@@ -53,6 +53,9 @@ class GpuClaim(Declared):
 class DriverClaim(Declared):
     """The driver the host has or shall keep. Absent: the plan names the branch to install."""
 
+    source: Literal["none", "distro"] = Field(
+        "none", description="distro: specrig installs it from the distribution's archive; none: it is yours"
+    )
     branch: int | None = Field(None, ge=390, le=999)
     version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$", description='for example "580.159.03"')
 
@@ -106,6 +109,9 @@ class HostDecl(Declared):
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
+    )
+    rig_preflight_ignore: list[Annotated[str, Field(pattern=r"^[A-Z0-9_]+$")]] = Field(
+        [], max_length=32, description="refusals of preflight that you accept for this host"
     )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
     rig_hub_token: Any = Field(None, description="vaulted; for gated models, used while staging only")
