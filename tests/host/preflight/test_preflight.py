@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def look(inventory: str) -> dict[str, Any]:
     """All facts of all hosts, as `./rig preflight --json` gets them. A host without a plan is not judged, only read."""
     command = [runner.tool("ansible"), "-i", inventory, "rigs", "-b", "-m", "host_job", "-a", json.dumps(ARGUMENTS)]
     settings = {"ANSIBLE_LOAD_CALLBACK_PLUGINS": "1", "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json"}
-    done = runner.subprocess.run(
+    done = subprocess.run(
         command, cwd=runner.ROOT, env=runner.environment(settings), check=False, capture_output=True, text=True
     )
     result = json.loads(done.stdout[done.stdout.index("{") :])
@@ -49,5 +50,5 @@ def test_the_machine_is_in_order(report: dict[str, Any]) -> None:
 
 def test_it_left_nothing(host: Any, report: dict[str, Any]) -> None:
     assert not report["changed"]
-    listing = as_root(host, "find", "/tmp", "/var/tmp", "/root", "-xdev", "-size", f"{len(build())}c").stdout  # noqa: S108
+    listing = as_root(host, "find", "/tmp", "/var/tmp", "/root", "-xdev", "-size", f"{len(build())}c").stdout
     assert listing == ""
