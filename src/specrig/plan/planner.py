@@ -140,6 +140,7 @@ def _host_json(host: Host) -> dict[str, Any]:
         "models_root": host.decl.rig_models_root,
         "hub_endpoint": host.decl.rig_hub_endpoint or HUB_ENDPOINT,
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
+        "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
         "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,
         "gpus": [

@@ -60,6 +60,16 @@ class DriverClaim(Declared):
     version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$", description='for example "580.159.03"')
 
 
+class ToolkitDecl(Declared):
+    """NVIDIA's container toolkit, installed by specrig. Absent: what is there is used, through `--gpus`."""
+
+    repository_url: str = Field(pattern=r"^https?://[^\s]+$", description="as NVIDIA's installation page gives it")
+    repository_key_url: str = Field(pattern=r"^https?://[^\s]+$")
+    repository_key_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    version: str = Field("", pattern=r"^[0-9a-z.+~-]*$", description="for example 1.17.8-1; empty: the newest")
+    mode: Literal["auto", "cdi", "runtime"] = "auto"
+
+
 class ModelRef(Declared):
     """A hub repository. Without a revision the lock's is used."""
 
@@ -104,6 +114,7 @@ class HostDecl(Declared):
     rig_profile: str | None = None
     rig_gpus: list[GpuClaim] | None = Field(None, max_length=16)
     rig_driver: DriverClaim | None = None
+    rig_container_toolkit: ToolkitDecl | None = None
     rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
