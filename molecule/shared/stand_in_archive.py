@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a signed, flat apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
 
-Input, a JSON object on standard input: {root, packages: [{name, version, depends, files: {path: text}}]}. Prints the key's SHA-256.
+Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, files: {path: text}}]}. Prints the key's SHA-256.
 Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
 """
 
@@ -33,11 +33,14 @@ def deb(root: Path, package: dict) -> dict:
         (tree / "DEBIAN").mkdir()
         text = "".join(f"{key}: {value}\n" for key, value in control.items())
         (tree / "DEBIAN/control").write_text(text)
+        if package.get("postinst"):
+            (tree / "DEBIAN/postinst").write_text(package["postinst"])
+            (tree / "DEBIAN/postinst").chmod(0o755)
         for name, content in package.get("files", {}).items():
             path = tree / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
-            path.chmod(0o755 if "/bin/" in name else 0o644)
+            path.chmod(0o755 if "/bin/" in name or "/sbin/" in name else 0o644)
         file = f"{package['name']}_{package['version']}_amd64.deb"
         subprocess.run(
             ["dpkg-deb", "--root-owner-group", "--build", tree, root / file], check=True, stdout=subprocess.DEVNULL

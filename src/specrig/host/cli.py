@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import specrig
-from specrig.host import job, manifest, pad, preflight, pull, ready, stage, start, status
+from specrig.host import driver, job, manifest, pad, preflight, pull, ready, stage, start, status
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
 from specrig.host.progress import Progress
 
@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
     one = verbs.add_parser("preflight", help="look at this machine; changes nothing", description=preflight.__doc__)
     one.add_argument("wanted", nargs="?", help="what is wanted of it, as a JSON file, or - for standard input")
+    one = verbs.add_parser("driver", help="install or remove the distribution's NVIDIA driver")
+    one.add_argument("job", help="the job as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say what would be done")
     jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
     one = jobs.add_parser("run", help="quick check, then start or attach")
     one.add_argument("--id", required=True)
@@ -77,7 +80,7 @@ def _document(name: str | None, stdin: str | None) -> str:
     try:
         return Path(name).read_text() if name else ""
     except OSError as error:
-        raise HostError("PREFLIGHT_INPUT", str(error), "name a JSON file, or -", COULD_NOT_RUN) from error
+        raise HostError("HOST_USAGE", str(error), "name a JSON file, or -", COULD_NOT_RUN) from error
 
 
 def _load(name: str, stdin: str | None) -> manifest.Job:
@@ -107,6 +110,8 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return pull.pull(args.image, progress, args.check)
     if args.verb == "start":
         return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable)
+    if args.verb == "driver":
+        return driver.driver(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":
         return preflight.preflight(_document(args.wanted, stdin))
     return status.status(args.root)

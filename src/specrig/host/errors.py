@@ -11,6 +11,11 @@ COULD_NOT_RUN = 2
 # Every code a verb can end with, and what it means. A code is never renamed or given another meaning.
 CODES = {
     "DOCKER_UNREACHABLE": "Docker's API socket does not answer",
+    "DRIVER_APT": "apt could not install the driver; what it had done was undone",
+    "DRIVER_BUILD": "the driver's module does not build for a kernel; what was installed for it was taken out again",
+    "DRIVER_HOLD": "a package of the driver could not be put on hold",
+    "DRIVER_JOB": "the job cannot be read",
+    "DRIVER_NO_CANDIDATE": "the distribution's archive has no such driver; nothing was changed",
     "HOST_INTERNAL": "a defect of specrig-host; the trace is in the job's log",
     "HOST_SYSTEMD": "systemd does not answer",
     "HOST_TOOL": "a program of the host is missing or does not answer",
