@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a signed, flat apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
 
-Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, files: {path: text}}]}. Prints the key's SHA-256.
+Input, a JSON object on standard input: {root, packages: [{name, version, depends, conflicts, postinst, files: {path: text}}]}. Prints the key's SHA-256.
 Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
 """
 
@@ -28,8 +28,9 @@ def deb(root: Path, package: dict) -> dict:
             "Maintainer": "nobody <nobody@localhost>",
             "Description": LABEL,
         }
-        if package.get("depends"):
-            control["Depends"] = package["depends"]
+        control.update(
+            {field: package[field.lower()] for field in ("Depends", "Conflicts") if package.get(field.lower())}
+        )
         (tree / "DEBIAN").mkdir()
         text = "".join(f"{key}: {value}\n" for key, value in control.items())
         (tree / "DEBIAN/control").write_text(text)

@@ -246,6 +246,8 @@ def restore(m: Machine, before: dict[str, tuple[str, str]], apt: _Apt) -> list[s
     if old:
         status, said = apt("undo", "install", "--allow-downgrades", "--allow-change-held-packages", *old)
         left += [said.strip().splitlines()[-1]] if status and said.strip() else []
+    if on_hold := sorted(name for name, (status, _) in before.items() if status[0] == "h"):
+        m.run("apt-mark", "hold", *on_hold)
     audit = m.run("dpkg", "--audit")
     left += [audit.out.strip()[:300]] if audit and audit.out.strip() else []
     still = sorted(set(packages_of(m)) - set(before))
