@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a signed, flat apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
 
-Input, a JSON object on standard input: {root, packages: [{name, version, depends, conflicts, postinst, files: {path: text}}]}. Prints the key's SHA-256.
+Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, files: {path: text}}]}. Prints the key's SHA-256.
 Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
 """
 

@@ -175,6 +175,12 @@ def pins(names: Sequence[str], version: str) -> str:
     return f"{MANAGED}Package: {' '.join(names)}\nPin: version {upstream}-*\nPin-Priority: 1001\n"
 
 
+def other_flavour(job: dict[str, Any]) -> list[str]:
+    """Packages of the flavour that is not wanted. Debian lets both be installed, and then an alternative decides which one loads."""
+    names: list[str] = job["packages"]["open" if job["module"] == "proprietary" else "proprietary"]
+    return names
+
+
 def missing(m: Machine, job: dict[str, Any], there: dict[str, tuple[str, str]]) -> list[str]:
     """What is not as the job wants it, in words; empty when there is nothing to do."""
     wanted = [*job["packages"][job["module"]], *job["packages"]["common"], *headers(m, there)]
@@ -183,6 +189,8 @@ def missing(m: Machine, job: dict[str, Any], there: dict[str, tuple[str, str]]) 
     main = job["packages"][job["module"]][0]
     if main in there and choose([there[main][1]], job["branch"], job["version"]) is None:
         words.append(f"{main} is {there[main][1]}")
+    other = [name for name in other_flavour(job) if there.get(name, ("un", ""))[0][1] == "i"]
+    words += [f"the other flavour is installed: {', '.join(other)}"] if other else []
     loose = sorted(to_hold(there) - held(m))
     words += [f"not held: {', '.join(loose)}"] if loose else []
     kernel = unbuilt(m)
@@ -276,7 +284,8 @@ def driver(text: str, progress: Progress, check: bool = False, m: Machine | None
         pins([name for name in names if name not in job["packages"].get("unversioned", [])], version)
     )
     wanted = [*job["packages"][job["module"]], *job["packages"]["common"], *headers(m, there)]
-    status, output = apt("install", "install", "--allow-change-held-packages", "--allow-downgrades", *wanted)
+    gone = [f"{name}-" for name in other_flavour(job) if name in there]  # apt's word for "and without"
+    status, output = apt("install", "install", "--allow-change-held-packages", "--allow-downgrades", *wanted, *gone)
     after = packages_of(m)
     lacking = unbuilt(m)
     newest = kernels(m)[-1:]

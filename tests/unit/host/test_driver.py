@@ -123,6 +123,12 @@ def test_a_hold_that_is_gone_and_another_branch(rig: Rig) -> None:
     assert rig.todo(branch=535) == ["nvidia-kernel-dkms is 550.163.01-2", "not held: libcuda1"]
 
 
+def test_the_other_flavour_goes(rig: Rig) -> None:
+    rig.complete()
+    rig.packages["nvidia-open-kernel-dkms"] = ("hi ", "550.163.01-2")
+    assert rig.todo() == ["the other flavour is installed: nvidia-open-kernel-dkms"]
+
+
 def test_names_that_are_not_installed_are_not_held(rig: Rig) -> None:
     rig.complete()
     rig.packages["libnvidia-egl1"] = ("rc ", "550.163.01-2")
