@@ -277,6 +277,7 @@ def driver(text: str, progress: Progress, check: bool = False, m: Machine | None
     if not todo or check:
         return {"changed": bool(todo), "todo": todo, **facts}
     apt, main = _Apt(progress), job["packages"][job["module"]][0]
+    had_source = m.path(SOURCE).exists()
     version = _candidate(m, job, main, apt)
     names = sorted({*job["packages"]["proprietary"], *job["packages"]["open"], *job["packages"]["common"]})
     old_pins = m.text(PINS)
@@ -294,6 +295,9 @@ def driver(text: str, progress: Progress, check: bool = False, m: Machine | None
         # Only now: undoing removes DKMS's log.
         left = restore(m, there, apt)
         m.path(PINS).write_text(f"{old_pins}\n") if old_pins else m.path(PINS).unlink()
+        if not had_source and m.path(SOURCE).exists():
+            m.path(SOURCE).unlink()
+            apt("undo", "update")
         error.lines += [f"not undone: {words}" for words in left]
         raise error
     hold = sorted(to_hold(after))
