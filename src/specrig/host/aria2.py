@@ -7,6 +7,8 @@ import os
 import re
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,11 @@ from specrig.host.errors import COULD_NOT_RUN, HostError
 
 # Silence, or less than this rate, is a stall: the transfer is given up and started again where it was.
 TIMEOUT_S = 30
-RETRY_WAIT_S = 2
-LOWEST_RATE = "10K"
+# 0: "503, later" comes back to the stager, which knows how long the hub asked to be left alone.
+RETRY_WAIT_S = 0
+LOWEST_RATE = 10_000
+# aria2c as a whole has brought nothing for so long, whatever it says: it is ended and started again.
+STALL_S = 120.0
 
 _ROW = re.compile(r"\[#[0-9a-f]+ (\d+)B/(\d+)B")
 _FAULT = re.compile(r"errorCode=(\d+)(?: URI=(\S+))?(?: (.*))?")
@@ -52,12 +57,15 @@ class Outcome:
         return "; ".join(said) or f"aria2c ended with status {self.status}"
 
 
-def options(parent: int, head: bool) -> list[str]:
+def options(parent: int, head: bool, limit: int | None = None) -> list[str]:
     """aria2c's arguments. Nothing secret may be among them: every user of the machine can read them.
 
     `head` asks for the size first, instead of starting a transfer that a resume then drops; not every mirror allows it.
+    `limit` is bytes per second, all files together: no connection's share of it may count as a stall.
     """
+    slowest = min(LOWEST_RATE, limit // 64) if limit else LOWEST_RATE
     return [
+        f"--max-overall-download-limit={limit or 0}",
         f"--use-head={str(head).lower()}",
         "--no-conf=true",
         "--no-netrc=true",
@@ -79,7 +87,7 @@ def options(parent: int, head: bool) -> list[str]:
         f"--timeout={TIMEOUT_S}",
         "--max-tries=4",
         f"--retry-wait={RETRY_WAIT_S}",
-        f"--lowest-speed-limit={LOWEST_RATE}",
+        f"--lowest-speed-limit={slowest}",
         f"--stop-with-process={parent}",
         "--human-readable=false",
         "--summary-interval=1",
@@ -142,6 +150,7 @@ def fetch(
     complete: Callable[[Path], None],
     keep_fds: tuple[int, ...] = (),
     head: bool = False,
+    limit: int | None = None,
 ) -> Outcome:
     """Run aria2c once over `requests`.
 
@@ -150,7 +159,7 @@ def fetch(
     The input goes through a pipe: no token reaches argv, the environment or the disk. `keep_fds` stay open in aria2c,
     so a lock on one of them holds until the last writer is gone, even when this process was killed.
     """
-    command = ["aria2c", *options(os.getpid(), head)]
+    command = ["aria2c", *options(os.getpid(), head, limit)]
     try:
         process = subprocess.Popen(
             command,
@@ -168,13 +177,52 @@ def fetch(
     try:
         process.stdin.write(input_lines(requests))
         process.stdin.close()
-        faults = _follow(process.stdout, requests, tick, complete)
-        return Outcome(process.wait(), faults)
+        with _Watchdog(process) as watchdog:
+            faults = _follow(process.stdout, requests, watchdog.watched(tick), complete)
+            status = process.wait()
+        if watchdog.fired:
+            faults[2] = Fault("", f"nothing came for {STALL_S:.0f} s")
+        return Outcome(status, faults)
     finally:  # stopped half way: it saves where it is and ends
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=10)
+
+
+class _Watchdog(threading.Thread):
+    """Ends a process that says nothing new for STALL_S: its own time-outs cover a connection, not a hang of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        super().__init__(daemon=True)
+        self.fired = False
+        self._process = process
+        self._seen = (-1, time.monotonic())
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Watchdog:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def watched(self, tick: Callable[[int], None]) -> Callable[[int], None]:
+        """`tick`, noticed here too."""
+
+        def both(count: int) -> None:
+            if count != self._seen[0]:
+                self._seen = (count, time.monotonic())
+            tick(count)
+
+        return both
+
+    def run(self) -> None:
+        while not self._over.wait(min(1.0, STALL_S / 4)):
+            if time.monotonic() - self._seen[1] > STALL_S:
+                self.fired = True
+                self._process.kill()
+                return
 
 
 def _follow(

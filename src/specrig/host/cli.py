@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import specrig
-from specrig.host import driver, job, manifest, pad, preflight, pull, ready, stage, start, status
+from specrig.host import bundle, driver, job, keep, manifest, pad, preflight, pull, ready, share, stage, start, status
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
 from specrig.host.progress import Progress
 
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--enable", action="store_true", help="also at boot")
     one.add_argument("--timeout", type=float, default=1800)
     one.add_argument("--check", action="store_true", help="only say whether it would start")
+    _store(verbs)
     one = verbs.add_parser("status", help="units, containers, health, models, applied plan")
     one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
     one = verbs.add_parser("preflight", help="look at this machine; changes nothing", description=preflight.__doc__)
@@ -81,6 +82,52 @@ def _document(name: str | None, stdin: str | None) -> str:
         return Path(name).read_text() if name else ""
     except OSError as error:
         raise HostError("HOST_USAGE", str(error), "name a JSON file, or -", COULD_NOT_RUN) from error
+
+
+def _store(verbs: Any) -> None:
+    """The verbs that keep and share what is published."""
+
+    def verb(name: str, text: str) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = verbs.add_parser(name, help=text)
+        one.add_argument("--root", type=Path, default=Path("/srv/models"), help="the models' directory")
+        return one
+
+    verb("models", "what is published, what is used, what is free")
+    verb("verify", "read every published file again and compare checksums")
+    one = verb("scrub", "the same, slowly; leaves its report in /var/lib/specrig/scrub.json")
+    one.add_argument("--limit", type=int, default=50_000_000, help="bytes per second")
+    one = verb("gc", "what no applied plan and no unit uses; --apply removes it")
+    one.add_argument("--apply", action="store_true")
+    one.add_argument("--keep", type=int, default=0, help="unused revisions to keep, the newest of each repository")
+    one = verb("bundle", "write published models to one file, for hosts without a network")
+    one.add_argument("dest", type=Path)
+    one.add_argument("models", nargs="*", metavar="ORG/NAME[@REVISION]")
+    one = verb("import", "stage all models of a bundle, by its own manifests")
+    one.add_argument("bundle", type=Path)
+    one.add_argument("--check", action="store_true")
+    one = verb("serve", "share published models with other rigs, read only")
+    one.add_argument("--listen", required=True, help="address:port")
+    one.add_argument("--allow", action="append", default=[], help="network that may ask (default: private networks)")
+
+
+def _keep(args: argparse.Namespace, progress: Progress) -> dict[str, Any] | None:
+    """Carry out a verb of `_store`; None when it is another one."""
+    root = args.root
+    if args.verb == "models":
+        return keep.listing(root)
+    if args.verb == "verify":
+        return keep.verify(root, progress)
+    if args.verb == "scrub":
+        return keep.verify(root, progress, max(args.limit, 1), keep.REPORT)
+    if args.verb == "gc":
+        return keep.gc(root, progress, args.apply, max(args.keep, 0))
+    if args.verb == "bundle":
+        return bundle.write(root, args.dest.resolve(), args.models, progress)
+    if args.verb == "import":
+        return stage.stage(bundle.job_of(args.bundle.resolve(), root), progress, args.check)
+    if args.verb == "serve":
+        share.serve(root, args.listen, args.allow)
+    return None
 
 
 def _load(name: str, stdin: str | None) -> manifest.Job:
@@ -114,7 +161,9 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return driver.driver(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":
         return preflight.preflight(_document(args.wanted, stdin))
-    return status.status(args.root)
+    if args.verb == "status":
+        return status.status(args.root)
+    return _keep(args, progress) or {"changed": False}
 
 
 def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -132,7 +181,7 @@ def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if wanted.verb == "job":
         raise HostError("HOST_USAGE", "a job cannot run a job", "job run --id ID -- VERB ARGS…", COULD_NOT_RUN)
     stdin = sys.stdin.read() if getattr(wanted, "job", "") == "-" else ""
-    if wanted.verb == "status":  # quick, and changes nothing: there is nothing to detach
+    if wanted.verb in ("status", "models"):  # quick, and changes nothing: there is nothing to detach
         code, document = guarded(wanted)
         return code, {"job": args.id, "state": "done", "rc": code, "changed": False, "result": document}
     checkable = hasattr(wanted, "check")
@@ -167,7 +216,9 @@ def guarded(
         if args.verb == "job":
             code, document = _job(args)
             return code, {"ok": code == 0, **document}
-        with Progress(progress_file, quiet=args.verb in ("ready", "status", "preflight")) as progress:
+        with Progress(
+            progress_file, quiet=args.verb in ("ready", "status", "preflight", "models", "serve")
+        ) as progress:
             document = {"ok": True, **run_verb(args, progress, stdin)}
             return 0 if document["ok"] else FELL_SHORT, document
     except HostError as error:

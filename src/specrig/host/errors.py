@@ -10,12 +10,17 @@ COULD_NOT_RUN = 2
 
 # Every code a verb can end with, and what it means. A code is never renamed or given another meaning.
 CODES = {
+    "BUNDLE_BROKEN": "the bundle cannot be read, or holds no model",
+    "BUNDLE_DEST": "the bundle cannot be written there",
+    "BUNDLE_DISK": "no space for the bundle",
+    "BUNDLE_NOTHING": "none of the models asked for is published on this host",
     "DOCKER_UNREACHABLE": "Docker's API socket does not answer",
     "DRIVER_APT": "apt could not install the driver; what it had done was undone",
     "DRIVER_BUILD": "the driver's module does not build for a kernel; what was installed for it was taken out again",
     "DRIVER_HOLD": "a package of the driver could not be put on hold",
     "DRIVER_JOB": "the job cannot be read",
     "DRIVER_NO_CANDIDATE": "the distribution's archive has no such driver; nothing was changed",
+    "GC_NO_PLAN": "no applied plan on this host, so nobody knows what is used",
     "HOST_INTERNAL": "a defect of specrig-host; the trace is in the job's log",
     "HOST_SYSTEMD": "systemd does not answer",
     "HOST_TOOL": "a program of the host is missing or does not answer",
@@ -44,6 +49,8 @@ CODES = {
     "READY_KEY": "the API key cannot be read, or the engine refuses it",
     "READY_MODEL": "the engine serves other names",
     "READY_TIMEOUT": "not ready in time",
+    "SHARE_ALLOW": "not a network",
+    "SHARE_LISTEN": "the address cannot be listened on",
     "STAGE_BUSY": "another stager is at work",
     "STAGE_CHECKSUM": "bytes that are not the locked ones; thrown away",
     "STAGE_DENIED": "the hub refuses a file",
@@ -52,6 +59,7 @@ CODES = {
     "STAGE_MANIFEST": "the job is not safe to carry out",
     "STAGE_NOT_FOUND": "a locked file is no longer upstream",
     "STAGE_NO_ARIA2": "aria2c is not installed",
+    "STAGE_OFFLINE": "no hub is to be asked, and no sibling or bundle has the model",
     "STAGE_PATH": "the models' directory cannot be written, or a link is in the way",
     "STAGE_TOKEN": "the hub token cannot be read or is not one",
     "START_BAD_UNIT": "systemd cannot read the unit",
@@ -60,6 +68,8 @@ CODES = {
     "START_NO_UNIT": "no such unit",
     "START_REFUSED": "systemctl refused",
     "START_TIMEOUT": "not active in time",
+    "STORE_DAMAGED": "published files are not what was staged: bits fell over, or somebody wrote to them",
+    "STORE_EMPTY": "no published model: nothing was verified",
 }
 
 

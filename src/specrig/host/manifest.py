@@ -14,12 +14,17 @@ from typing import Any
 from specrig.host.errors import COULD_NOT_RUN, HostError
 
 MANIFEST = ".specrig-manifest.json"
+# Beside a manifest: a later reading found other bytes. Such a model counts as missing, so the next `stage` repairs it.
+DAMAGED = ".specrig-damaged.json"
 SCHEMA = 1
 # Raised when `pad` would write other bytes for the same source: the derived models are then made again.
 PAD_FORMAT = 1
 # No published shard comes near it; a larger figure is a broken or hostile lock and would only fill the disk.
 MAX_FILE_BYTES = 10**12
 MAX_FILES = 10_000
+MAX_SIBLINGS = 256
+# Bytes per second; less than this and a 40 GB model takes more than a week.
+MIN_LIMIT = 50_000
 _CHUNK = 4 << 20
 
 _REPO = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -65,12 +70,21 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Job:
-    """All that one `stage` brings to a host."""
+    """All that one `stage` brings to a host, and where it may come from.
+
+    `endpoint` is the hub's base URL, "" for none. `siblings` are base URLs of rigs that share what they have; the first
+    `rank` of them go first when several rigs want the same model at once. `bundle` is a tar file or a directory. `limit`
+    is bytes per second from the hub.
+    """
 
     root: Path
     endpoint: str
     artefacts: tuple[Artefact, ...]
     token_file: Path | None = None
+    siblings: tuple[str, ...] = ()
+    rank: int = 0
+    bundle: Path | None = None
+    limit: int | None = None
 
     def by_id(self, name: str) -> Artefact:
         """The artefact called `name`; `parse_job` made sure that each `source` exists."""
@@ -155,8 +169,17 @@ def parse_job(value: object) -> Job:
     root, endpoint = Path(str(value.get("root") or "")), str(value.get("endpoint") or "").rstrip("/")
     if not root.is_absolute() or ".." in root.parts or len(root.parts) < 2:
         raise _bad(f"root {str(root)!r:.200} is not an absolute directory")
-    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", endpoint):
-        raise _bad(f"endpoint {endpoint!r:.200} is not http(s)://host[/path]")
+    siblings = [str(url).rstrip("/") for url in value.get("siblings") or []]
+    for url in [*siblings, *([endpoint] if value.get("endpoint") is not None else [])]:
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url):
+            raise _bad(f"endpoint {url!r:.200} is not http(s)://host[/path]")
+    rank, limit, bundle = value.get("rank") or 0, value.get("limit") or None, value.get("bundle") or None
+    if not isinstance(rank, int) or not 0 <= rank <= len(siblings) or len(siblings) > MAX_SIBLINGS:
+        raise _bad(f"rank {rank!r:.40} is not within the {len(siblings)} siblings (at most {MAX_SIBLINGS})")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < MIN_LIMIT):
+        raise _bad(f"limit {limit!r:.40} is not a number of bytes per second, {MIN_LIMIT} or more")
+    if bundle is not None and not Path(str(bundle)).is_absolute():
+        raise _bad(f"bundle {bundle!r:.200} is not an absolute path")
     artefacts = tuple(_artefact(item, root) for item in value["artefacts"])
     ids = [a.id for a in artefacts]
     if len(set(ids)) != len(ids) or len({a.path for a in artefacts}) != len(artefacts):
@@ -167,7 +190,16 @@ def parse_job(value: object) -> Job:
             if before is None or before.source is not None:
                 raise _bad(f"{artefact.id}: source {artefact.source!r:.80} is not a fetched artefact listed before it")
     token = value.get("token_file")
-    return Job(root, endpoint, artefacts, Path(str(token)) if token else None)
+    return Job(
+        root,
+        endpoint,
+        artefacts,
+        Path(str(token)) if token else None,
+        tuple(dict.fromkeys(siblings)),
+        rank,
+        Path(str(bundle)) if bundle else None,
+        limit,
+    )
 
 
 def digest(path: Path, kind: str, tick: Callable[[int], None] = lambda _: None) -> str:
@@ -216,7 +248,11 @@ def is_published(artefact: Artefact, job: Job) -> bool:
     """True when the directory holds this artefact, by its manifest and every file's size. Reads no weights."""
     found = read_manifest(artefact.path)
     wanted = identity(artefact, job)
-    if found is None or any(found.get(key) != value for key, value in wanted.items()):
+    if (
+        found is None
+        or (artefact.path / DAMAGED).exists()
+        or any(found.get(key) != value for key, value in wanted.items())
+    ):
         return False
     try:
         files = [(check_path(f["path"]), f["size"]) for f in found["files"]]

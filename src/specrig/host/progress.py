@@ -15,6 +15,7 @@ from typing import Any
 
 # The rate is the mean over this many seconds: long enough to be steady, short enough to show a stall.
 WINDOW_S = 10.0
+BEAT_S = 1.0  # the document is written this often, whatever the work says
 STARTING = "starting"
 
 
@@ -118,7 +119,7 @@ class Progress:
         return state
 
     def _beat(self) -> None:
-        while not self._stop.wait(1.0):
+        while not self._stop.wait(BEAT_S):
             self._write()
 
     def _write(self) -> None:

@@ -3,13 +3,17 @@
 <root>/.partial/<org>--<name>/<revision>/   what is being fetched; survives a kill and is resumed
 <root>/<org>--<name>/<revision>/            published: plain files, read-only use, with .specrig-manifest.json
 <root>/<org>--<name>/current                relative link to the revision of the last job
+
+Sources, in this order: what is there already, a sibling rig, an offline bundle, the hub. All are verified alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import fcntl
 import http.client
+import itertools
 import json
 import os
 import re
@@ -25,7 +29,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from specrig.host import aria2, pad
+from specrig.host import aria2, bundle, pad, share
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.manifest import (
     MANIFEST,
@@ -46,15 +50,22 @@ RESERVE = 512 * 10**6
 ATTEMPTS = 5
 # A hub that says "later" (429, 503) means minutes: so many attempts are a quarter of an hour.
 ATTEMPTS_THROTTLED = 20
+# A sibling has no network between it and us to be patient with; there is the hub.
+ATTEMPTS_SIBLING = 2
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 LOCK_WAIT_S = 10.0
+# A hub that says how long it wants to be left alone is left alone so long, up to this.
+LONGEST_RETRY_AFTER_S = 3600.0
+# Parts of models that no job has asked for any more, for so long, are swept.
+ORPHAN_S = 14 * 86400.0
 
 
 def stage(job: Job, progress: Progress, check: bool = False) -> dict[str, Any]:
     """Make every artefact of `job` present. Returns {changed, staged, unchanged}; with `check` says what would be done.
 
-    Raises HostError: STAGE_BUSY, STAGE_DISK, STAGE_DENIED, STAGE_NOT_FOUND, STAGE_DOWNLOAD, STAGE_CHECKSUM, STAGE_PATH.
+    Raises HostError: STAGE_BUSY, STAGE_DISK, STAGE_DENIED, STAGE_NOT_FOUND, STAGE_DOWNLOAD, STAGE_CHECKSUM, STAGE_PATH,
+    STAGE_OFFLINE, BUNDLE_BROKEN.
     """
     todo = [a for a in job.artefacts if not is_published(a, job)]
     links = _stale_links(job)
@@ -67,7 +78,8 @@ def stage(job: Job, progress: Progress, check: bool = False) -> dict[str, Any]:
             "bytes": size,
             "unchanged": unchanged,
         }
-    with _locked(job.root) as lock:
+    with locked(job.root) as lock:
+        _sweep(job)
         todo = [a for a in todo if not is_published(a, job)]
         for artefact in todo:
             _prepare(artefact, job)
@@ -76,16 +88,17 @@ def stage(job: Job, progress: Progress, check: bool = False) -> dict[str, Any]:
         total = sum(a.size for a in todo)
         for artefact in todo:
             start = time.monotonic()
-            partial = _partial(artefact, job)
             if artefact.source is None:
-                files = _fetch(artefact, job, progress, lock, before, total)
+                files = [f.as_json() for f in artefact.files]
+                with share.claimed(artefact, job) as tell:
+                    came = _Fetch(artefact, job, progress, lock, before, total).run(tell)
+                    _publish(artefact, job, files, progress)
                 before += artefact.size
             else:
-                files = _derive(artefact, job, progress)
-            progress.update("publish", message=artefact.id)
-            _publish(partial, artefact, {**identity(artefact, job), "files": files})
+                files, came = _derive(artefact, job, progress), {}
+                _publish(artefact, job, files, progress)
             row = {"id": artefact.id, "path": str(artefact.path), "bytes": sum(f["size"] for f in files)}
-            staged.append({**row, "seconds": round(time.monotonic() - start, 1)})
+            staged.append({**row, "from": came, "seconds": round(time.monotonic() - start, 1)})
         for link, target in _stale_links(job).items():
             _flip(link, target)
     return {"changed": True, "staged": staged, "unchanged": unchanged}
@@ -105,7 +118,7 @@ def _stale_links(job: Job) -> dict[Path, str]:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[int]:
+def locked(root: Path) -> Iterator[int]:
     """One stager per root. The kernel drops the lock with its last holder, so a killed stager leaves none behind."""
     try:
         (root / ".partial").mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -132,6 +145,22 @@ def _locked(root: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def _sweep(job: Job) -> None:
+    """Remove what a publication left when it was cut off, and old parts of models that this job does not want."""
+    wanted = {_partial(a, job) for a in job.artefacts}
+    for path in (job.root / ".partial").glob("*/*"):
+        if path.name.startswith(".old-") or (path not in wanted and _age(path) > ORPHAN_S):
+            _discard(path)
+        with contextlib.suppress(OSError):  # not empty: something is still wanted
+            path.parent.rmdir()
+
+
+def _age(path: Path) -> float:
+    """Seconds since anything in `path` changed."""
+    entries = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    return time.time() - max(entry.lstat().st_mtime for entry in entries)
 
 
 def _prepare(artefact: Artefact, job: Job) -> None:
@@ -192,6 +221,44 @@ def _check_budget(todo: list[Artefact], job: Job) -> None:
 # -- fetching --------------------------------------------------------------------------------------------------------
 
 
+class _LaterError(OSError):
+    """The hub asks to be left alone for `seconds` (0: it does not say how long)."""
+
+    def __init__(self, status: int, where: str, seconds: float) -> None:
+        super().__init__(f"HTTP {status} from {where}")
+        self.seconds = seconds
+
+
+def retry_after(value: str | None) -> float:
+    """Seconds that a Retry-After header asks for: a number or a date; 0 when it says neither."""
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            when = email.utils.parsedate_to_datetime(value)
+            seconds = when.timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if seconds == seconds else 0.0
+
+
+def _asked_to_wait(request: aria2.Request) -> float:
+    """What the hub says now of a transfer that it refused with 429 or 503: aria2c does not pass the header on."""
+    ask = urllib.request.Request(request.url, headers={"Range": "bytes=0-0"})  # noqa: S310  parse_job allows only http(s)
+    for header in request.headers:
+        ask.add_unredirected_header(*header.split(": ", 1))
+    try:
+        urllib.request.urlopen(ask, timeout=30).close()  # noqa: S310
+    except urllib.error.HTTPError as error:
+        error.close()
+        return retry_after(error.headers.get("Retry-After")) if error.code in (429, 503) else 0.0
+    except (OSError, http.client.HTTPException):
+        pass
+    return 0.0
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -230,6 +297,8 @@ def _resolve(url: str, token: str) -> tuple[str, tuple[str, ...]]:
                 raise denied(url, str(error.code)) from None
             if error.code == 404:
                 raise not_found(url) from None
+            if error.code in (429, 503):
+                raise _LaterError(error.code, origin[1], retry_after(error.headers.get("Retry-After"))) from None
             if error.code not in (301, 302, 303, 307, 308) or not error.headers.get("Location"):
                 raise OSError(f"HTTP {error.code} from {urlsplit(url)[1]}") from None
             url = urljoin(url, error.headers["Location"])
@@ -252,11 +321,11 @@ def not_found(url: str) -> HostError:
     return HostError("STAGE_NOT_FOUND", f"{url} does not exist upstream", "./rig models lock, then ./rig plan")
 
 
-def _requests(artefact: Artefact, job: Job, partial: Path, missing: list[FileSpec]) -> list[aria2.Request]:
-    token = read_token(job.token_file)
-
+def _requests(
+    base: str, token: str | None, artefact: Artefact, partial: Path, missing: list[FileSpec]
+) -> list[aria2.Request]:
     def one(spec: FileSpec) -> aria2.Request:
-        url = f"{job.endpoint}/{artefact.repo}/resolve/{artefact.revision}/{quote(spec.path)}"
+        url = f"{base}/{artefact.repo}/resolve/{artefact.revision}/{quote(spec.path)}"
         headers: tuple[str, ...] = ()
         if token:
             url, headers = _resolve(url, token)
@@ -270,78 +339,159 @@ def _complete(path: Path, spec: FileSpec) -> bool:
     return has_size(path, spec.size) and not aria2.control_file(path).exists()
 
 
-def _fetch(
-    artefact: Artefact, job: Job, progress: Progress, lock: int, before: int, total: int
-) -> list[dict[str, Any]]:
-    """Download what is missing and verify every file. Returns the files for the manifest."""
-    partial = _partial(artefact, job)
-    with _Verifier(artefact, partial) as verifier:
-        for spec in artefact.files:
-            if _complete(partial / spec.path, spec):
-                verifier.add(partial / spec.path)
-        _download(artefact, job, progress, lock, before, total, verifier)
-        verifier.finish(progress)
-    return [f.as_json() for f in artefact.files]
+class _Fetch:
+    """Brings one artefact's files into its partial directory, verified, from the first sources that have them."""
 
+    def __init__(self, artefact: Artefact, job: Job, progress: Progress, lock: int, before: int, total: int) -> None:
+        self.artefact, self.job, self.progress, self.lock = artefact, job, progress, lock
+        self.before, self.total = before, total
+        self.partial = _partial(artefact, job)
+        self.verified: set[Path] = set()
 
-def _download(
-    artefact: Artefact, job: Job, progress: Progress, lock: int, before: int, total: int, verifier: _Verifier
-) -> None:
-    partial = _partial(artefact, job)
-    failures, pause, fault = 0, FIRST_WAIT_S, ""
+    def missing(self) -> list[FileSpec]:
+        """Files that are not whole yet."""
+        return [f for f in self.artefact.files if not _complete(self.partial / f.path, f)]
 
-    def ticker(base: int, label: str) -> Callable[[int], None]:
-        def tick(count: int) -> None:
-            progress.update("download", base + count, total, label)
-            # Somebody else fills the disk: stop while aria2c can still save what it has.
-            if shutil.disk_usage(job.root).free < RESERVE // 2:
-                raise _full(job)
-
-        return tick
-
-    while missing := [f for f in artefact.files if not _complete(partial / f.path, f)]:
-        have = artefact.size - sum(f.size for f in missing)
-        start = _present(partial, missing)
-        if failures >= (ATTEMPTS_THROTTLED if re.search(r"\b(429|503)\b", fault) else ATTEMPTS):
+    def run(self, tell: Callable[[str], None]) -> dict[str, int]:
+        """Try the sources in turn; `tell` is this rig's claim (see share). Returns {source: bytes it gave}. Raises the last source's HostError."""
+        came: dict[str, int] = {}
+        if not self.missing():
+            with contextlib.suppress(HostError):  # what is wrong has been thrown away: it is fetched
+                self._verify()
+                return came
+        waits = self.job.bundle is None
+        siblings = share.turn(self.artefact, self.job, self.progress, tell, waits)
+        tell("fetching")
+        sources = [*siblings, *(["bundle"] if self.job.bundle else []), *(["hub"] if self.job.endpoint else [])]
+        error: HostError | None = None
+        for source in sources:
+            try:
+                self._from(source, came)
+                return came
+            except HostError as failed:
+                if failed.status == COULD_NOT_RUN and failed.code != "BUNDLE_BROKEN":
+                    raise
+                error = failed
+                self.progress.update("retry", message=f"{source}: {failed.cause}")
+        if error and error.code == "STAGE_CHECKSUM" and len(sources) > 1 and sources[-1] == "hub":
+            self._from("hub", came)  # the wrong bytes may have been another source's half of a file
+            return came
+        if not self.job.endpoint:
+            lacking = ", ".join(f.path for f in self.missing()[:3]) or "files"
             raise HostError(
-                "STAGE_DOWNLOAD",
-                f"{artefact.repo}: {amount(have + start)} of {amount(artefact.size)} came; "
-                f"{failures} attempts brought nothing more; last: {fault}",
-                "check the network and the endpoint, then run this again: it resumes",
+                "STAGE_OFFLINE",
+                f"{self.artefact.repo} at {self.artefact.revision[:12]}: no hub is to be asked, and neither a sibling nor a "
+                f"bundle has good copies of {lacking}" + (f" ({error.cause})" if error else ""),
+                "give a bundle that holds this revision, or set model_store_endpoint",
             )
-        if failures:
-            progress.update("retry", message=f"{artefact.id} in {pause:.0f} s: {fault}")
-            time.sleep(pause)
-            pause = min(pause * 2, LONGEST_WAIT_S)
-        label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
-        progress.update("download", before + have + start, total, label)
-        resumes = not failures and any(aria2.control_file(partial / f.path).exists() for f in missing)
+        assert error is not None  # noqa: S101  there was a hub to fail
+        raise error
+
+    def _from(self, source: str, came: dict[str, int]) -> None:
+        start = self._have()
         try:
-            requests = _requests(artefact, job, partial, missing)
-            outcome = aria2.fetch(requests, ticker(before + have, label), verifier.add, (lock,), head=resumes)
-            fault = str(outcome)
-        except (OSError, http.client.HTTPException) as error:
-            outcome, fault = aria2.Outcome(1, {}), str(error)
-        if not resumes:  # a mirror may refuse the question about the size: ask again without it
-            _raise_final(outcome, artefact, job)
-        for spec in missing:  # whole by the server's word, and not of the locked size: another file
-            path = partial / spec.path
-            if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
-                size = path.stat().st_size
-                path.unlink()
-                raise _checksum(artefact, [f"{spec.path} came with {size} bytes, locked are {spec.size}"])
-        if _present(partial, missing) > start:
-            failures, pause = 0, FIRST_WAIT_S
-        failures += 1
+            if source == "bundle":
+                self._copy()
+                self._verify()
+                return
+            with _Verifier(self.artefact, self.partial, self.verified) as verifier:
+                for spec in self.artefact.files:
+                    if _complete(self.partial / spec.path, spec):
+                        verifier.add(self.partial / spec.path)
+                self._download(source, verifier)
+                verifier.finish(self.progress)
+        finally:
+            if (more := self._have() - start) > 0:
+                came[source] = came.get(source, 0) + more
+
+    def _have(self) -> int:
+        missing = self.missing()
+        return self.artefact.size - sum(f.size for f in missing) + _present(self.partial, missing)
+
+    def _verify(self) -> None:
+        with _Verifier(self.artefact, self.partial, self.verified) as verifier:
+            verifier.finish(self.progress)
+
+    def _copy(self) -> None:
+        missing = self.missing()
+        for spec in missing:  # a part that another source began is no use here
+            aria2.control_file(self.partial / spec.path).unlink(missing_ok=True)
+            (self.partial / spec.path).unlink(missing_ok=True)
+        done = self.before + self.artefact.size - sum(f.size for f in missing)
+
+        def tick(count: int) -> None:
+            self.progress.update("copy", done + count, self.total, f"{self.artefact.id}, from the bundle")
+
+        assert self.job.bundle is not None  # noqa: S101  else it is no source
+        bundle.copy(self.job.bundle, self.artefact, missing, self.partial, tick)
+
+    def _download(self, source: str, verifier: _Verifier) -> None:
+        artefact, job, partial, progress = self.artefact, self.job, self.partial, self.progress
+        hub = source == "hub"
+        base, token, limit = (job.endpoint, read_token(job.token_file), job.limit) if hub else (source, None, None)
+        failures, pause, fault = 0, FIRST_WAIT_S, ""
+
+        def ticker(base: int, label: str) -> Callable[[int], None]:
+            def tick(count: int) -> None:
+                progress.update("download", base + count, self.total, label)
+                # Somebody else fills the disk: stop while aria2c can still save what it has.
+                if shutil.disk_usage(job.root).free < RESERVE // 2:
+                    raise _full(job)
+
+            return tick
+
+        while missing := self.missing():
+            have = artefact.size - sum(f.size for f in missing)
+            start = _present(partial, missing)
+            throttled = re.search(r"\b(429|503)\b", fault) is not None
+            if failures >= (ATTEMPTS_THROTTLED if throttled else ATTEMPTS if hub else ATTEMPTS_SIBLING):
+                raise HostError(
+                    "STAGE_DOWNLOAD",
+                    f"{artefact.repo}: {amount(have + start)} of {amount(artefact.size)} came; "
+                    f"{failures} attempts brought nothing more; last: {fault}",
+                    "check the network and the endpoint, then run this again: it resumes",
+                )
+            if failures:
+                progress.update("retry", message=f"{artefact.id} in {pause:.0f} s: {fault}")
+                time.sleep(pause)
+                pause = min(pause * 2, LONGEST_WAIT_S)
+            label = f"{artefact.id}, {len(missing)} file{'s' * (len(missing) > 1)}"
+            label += "" if hub else f", from {urlsplit(source)[1]}"
+            progress.update("download", self.before + have + start, self.total, label)
+            resumes = not failures and any(aria2.control_file(partial / f.path).exists() for f in missing)
+            asked = 0.0
+            try:
+                requests = _requests(base, token, artefact, partial, missing)
+                tick = ticker(self.before + have, label)
+                outcome = aria2.fetch(requests, tick, verifier.add, (self.lock,), head=resumes, limit=limit)
+                fault = str(outcome)
+                if re.search(r"\b(429|503)\b", fault):
+                    refused = (r for f, r in zip(missing, requests) if not _complete(partial / f.path, f))
+                    asked = max(map(_asked_to_wait, itertools.islice(refused, 1)), default=0.0)
+            except (OSError, http.client.HTTPException) as error:
+                outcome, fault = aria2.Outcome(1, {}), str(error)
+                asked = error.seconds if isinstance(error, _LaterError) else 0.0
+            if not resumes:  # a mirror may refuse the question about the size: ask again without it
+                _raise_final(outcome, artefact, job, base)
+            for spec in missing:  # whole by the server's word, and not of the locked size: another file
+                path = partial / spec.path
+                if path.exists() and not aria2.control_file(path).exists() and not has_size(path, spec.size):
+                    size = path.stat().st_size
+                    path.unlink()
+                    raise _checksum(artefact, [f"{spec.path} came with {size} bytes, locked are {spec.size}"])
+            if _present(partial, missing) > start:
+                failures, pause = 0, FIRST_WAIT_S
+            failures += 1
+            pause = max(pause, asked)
 
 
 def _present(partial: Path, files: list[FileSpec]) -> int:
     return sum(aria2.on_disk(aria2.Request("", partial / f.path, f.size)) for f in files)
 
 
-def _raise_final(outcome: aria2.Outcome, artefact: Artefact, job: Job) -> None:
+def _raise_final(outcome: aria2.Outcome, artefact: Artefact, job: Job, base: str) -> None:
     """Stop at once on what no retry cures."""
-    where = f"{job.endpoint}/{artefact.repo} at {artefact.revision[:12]}"
+    where = f"{base}/{artefact.repo} at {artefact.revision[:12]}"
     if gone := outcome.faults.get(3):
         raise not_found(gone.url or where)
     for number in (22, 24):
@@ -371,8 +521,9 @@ def _checksum(artefact: Artefact, faults: list[str]) -> HostError:
 class _Verifier:
     """Checks files against the lock while others are still coming, and makes the good ones durable."""
 
-    def __init__(self, artefact: Artefact, partial: Path) -> None:
+    def __init__(self, artefact: Artefact, partial: Path, verified: set[Path]) -> None:
         self._artefact = artefact
+        self._verified = verified  # by an earlier source's verifier too
         self._specs = {partial / f.path: f for f in artefact.files}
         self._running: dict[Path, Future[str | None]] = {}
         self._read = 0
@@ -390,7 +541,7 @@ class _Verifier:
 
     def add(self, path: Path) -> None:
         """Start on a complete file."""
-        if path not in self._running and has_size(path, self._specs[path].size):
+        if path not in self._running and path not in self._verified and has_size(path, self._specs[path].size):
             self._running[path] = self._pool.submit(self._check, path, self._specs[path])
 
     def _check(self, path: Path, spec: FileSpec) -> str | None:
@@ -416,9 +567,11 @@ class _Verifier:
             if fault := future.result():
                 path.unlink()  # not before: the download would see a missing file and fetch it again
                 faults.append(fault)
+            else:
+                self._verified.add(path)
         if faults:
             raise _checksum(self._artefact, faults)
-        if len(self._running) != len(self._specs):  # a file vanished under our hands
+        if self._verified != set(self._specs):  # a file vanished under our hands
             raise _checksum(self._artefact, ["not every file was there to be verified"])
 
 
@@ -452,8 +605,10 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _publish(partial: Path, artefact: Artefact, manifest: dict[str, Any]) -> None:
+def _publish(artefact: Artefact, job: Job, files: list[dict[str, Any]], progress: Progress) -> None:
     """Make everything durable, then give it its name in one step."""
+    progress.update("publish", message=artefact.id)
+    partial, manifest = _partial(artefact, job), {**identity(artefact, job), "files": files}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     for base, _, names in os.walk(partial, topdown=False):
         for name in names:
@@ -474,6 +629,18 @@ def _publish(partial: Path, artefact: Artefact, manifest: dict[str, Any]) -> Non
     _discard(trash)
     with contextlib.suppress(OSError):  # not empty: another revision is on its way
         partial.parent.rmdir()
+
+
+def remove(directory: Path, root: Path) -> None:
+    """Take a directory of `root` away: out of its name in one step, so that it is never half there. Hold the lock."""
+    trash = root / ".partial" / directory.parent.name / f".old-{directory.name}"
+    trash.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _discard(trash)
+    directory.rename(trash)
+    _sync(directory.parent)
+    _discard(trash)
+    with contextlib.suppress(OSError):
+        trash.parent.rmdir()
 
 
 def _discard(path: Path) -> None:

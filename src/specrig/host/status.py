@@ -9,9 +9,11 @@ from typing import Any
 
 from specrig.host import docker_api, ready, units
 from specrig.host.errors import HostError
-from specrig.host.manifest import read_manifest
+from specrig.host.manifest import DAMAGED, read_manifest
 
 PLAN = Path("/etc/specrig/plan.json")
+# Units of ours that are no service: a scrub that is not running is no shortfall.
+OWN = ("specrig-scrub.service", "specrig-share.service")
 
 
 def models(root: Path) -> list[dict[str, Any]]:
@@ -31,6 +33,7 @@ def models(root: Path) -> list[dict[str, Any]]:
                 "path": str(directory),
                 "bytes": sum(int(f.get("size") or 0) for f in manifest.get("files") or []),
                 "derived": manifest.get("derive") is not None,
+                **({"damaged": True} if (directory / DAMAGED).exists() else {}),
                 "current": link.is_symlink() and str(link.readlink()) == directory.name,
             }
         )
@@ -83,7 +86,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
     names = sorted({*services, *(u["Id"] for u in units.show("specrig-*.service", *services) if u.get("Id"))} - {None})
     for unit in units.show(*names) if names else []:
         name = unit.get("Id", "")
-        if name.startswith("specrig-job-"):
+        if name.startswith("specrig-job-") or name in OWN:
             continue
         service = services.get(name)
         rows.append(

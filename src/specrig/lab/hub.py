@@ -9,7 +9,9 @@ GET /api/models/{repo}/revision/{rev} · GET /api/models/{repo}/tree/{rev}?recur
 GET /_stats gives {path: {"requests": n, "bytes": n}} since the start or the last DELETE /_stats. POST /_faults takes a
 list of {"path": fnmatch pattern of <repo>/<file>, "kind": …, "times": n (default 1), "after": bytes (default half of
 what is asked)}; an empty list clears them. Kinds: stall (sends `after` bytes, then nothing until the client goes),
-reset (then a TCP reset), truncate (then an orderly end), wrong (the right size, one bit flipped), 503.
+reset (then a TCP reset), truncate (then an orderly end), wrong (the right size, one bit flipped), 503 and 429 (with
+Retry-After: "retry_after", default 1), redirect (to the same path at the base URL "to"). In a test, `hub.rate` limits
+each connection (bytes/s), `hub.token` gates the files, and `hub.with_token` lists what was asked with a token.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,8 @@ BLOCK = 1 << 18
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MODEL = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?")
 _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-KINDS = ("stall", "reset", "truncate", "wrong", "503")
+KINDS = ("stall", "reset", "truncate", "wrong", "503", "429", "redirect")
+_LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *(\S+)\n")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,6 +96,9 @@ class Hub(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.stats: dict[str, dict[str, int]] = {}
         self.faults: list[dict[str, Any]] = []
+        self.rate: int | None = None
+        self.token: str | None = None
+        self.with_token: list[str] = []
         self.url = f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
     def start(self) -> None:
@@ -123,10 +130,12 @@ class Hub(ThreadingHTTPServer):
             row["requests"] += requests
             row["bytes"] += sent
 
-    def fault(self, key: str) -> dict[str, Any]:
-        """Take the next fault that is due for `key`, or {}."""
+    def fault(self, key: str, method: str) -> dict[str, Any]:
+        """Take the next fault that is due for `key`, or {}; HEAD meets redirects only."""
         with self.lock:
             for fault in self.faults:
+                if method == "HEAD" and fault["kind"] != "redirect":
+                    continue
                 if fault["times"] > 0 and fnmatch.fnmatch(key, fault["path"]):
                     fault["times"] -= 1
                     return fault
@@ -209,21 +218,32 @@ class Handler(BaseHTTPRequestHandler):
             self._json(200, [entry(folder, p) for p in files])
             return
         siblings = [{"rfilename": p.relative_to(folder).as_posix()} for p in files]
-        self._json(
-            200, {"id": repo, "modelId": repo, "sha": sha, "private": False, "gated": False, "siblings": siblings}
-        )
+        card = folder / "README.md"
+        licence = _LICENCE.match(card.read_text()) if card.is_file() else None
+        told = {"cardData": {"license": licence[1]}, "tags": [f"license:{licence[1]}"]} if licence else {}
+        gated = "manual" if self.server.token else False
+        about = {"id": repo, "modelId": repo, "sha": sha, "private": False, "gated": gated, "siblings": siblings}
+        self._json(200, about | told)
 
     def _file(self, repo: str, revision: str, name: str) -> None:
         key = f"{repo}/{name}"
         self.server.count(key, requests=1)
+        if given := self.headers.get("Authorization"):
+            self.server.with_token.append(key)
+        if self.server.token and given != f"Bearer {self.server.token}":
+            self._json(401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
+            return
         found = self.server.commit(repo, revision)
         path = found[1] / name if found else None
         if found is None or path is None or ".." in Path(name).parts or not path.is_file():
             self._missing("EntryNotFound" if found else "RevisionNotFound", f"{key}@{revision}")
             return
-        fault = self.server.fault(key) if self.command == "GET" else {}
-        if fault.get("kind") == "503":
-            self._json(503, {"error": "the hub is busy"}, {"Retry-After": "1"})
+        fault = self.server.fault(key, self.command)
+        if (kind := fault.get("kind")) in ("503", "429"):
+            self._json(int(kind), {"error": "the hub is busy"}, {"Retry-After": str(fault.get("retry_after", 1))})
+            return
+        if kind == "redirect":
+            self._json(302, {}, {"Location": fault["to"] + self.path})
             return
         git, sha256 = oids(path)
         size = path.stat().st_size
@@ -259,15 +279,19 @@ class Handler(BaseHTTPRequestHandler):
         stop = end
         if kind in ("stall", "reset", "truncate"):
             stop = start + min((end - start) // 2 if fault["after"] is None else fault["after"], end - start)
-        flip = kind == "wrong"
+        flip, first, begin = kind == "wrong", start, time.monotonic()
         with path.open("rb") as data:
             data.seek(start)
-            while start < stop and (block := data.read(min(BLOCK, stop - start))):
+            while start < stop and (
+                block := data.read(min(BLOCK if not self.server.rate else BLOCK // 8, stop - start))
+            ):
                 if flip:
                     block, flip = bytes([block[0] ^ 1]) + block[1:], False
+                self.server.count(key, sent=len(block))  # before: who has read it all finds it counted
                 self.wfile.write(block)
                 start += len(block)
-                self.server.count(key, sent=len(block))
+                if self.server.rate:
+                    time.sleep(max(0.0, (start - first) / self.server.rate - (time.monotonic() - begin)))
         if kind in ("stall", "reset", "truncate"):
             self.close_connection = True
             self.wfile.flush()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TextIO
 
 HEARTBEAT_S = 15.0
+BEAT_S = 1.0
 _LINE = threading.Lock()
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -85,9 +86,9 @@ class Progress:
         self._say(f"{text} ({clock(time.monotonic() - self.started)})")
 
     def _beat(self) -> None:
-        while not self._over.wait(1.0):
+        while not self._over.wait(BEAT_S):
             now = time.monotonic()
-            if now - self.said >= HEARTBEAT_S - 1:
+            if now - self.said >= HEARTBEAT_S - BEAT_S:
                 self._say(
                     f"{self.text}{': ' + self.amount if self.amount else ''} … {clock(now - self._phase_at)} so far"
                 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from specrig.host.errors import CODES as RIG_CODES
 from specrig.plan.catalog import Drivers, Engine, Gpu, Model, Profile
 from specrig.plan.refusals import CODES, Code, example_text
 from specrig.plan.types import Facts, HostDecl, LockedModel, ServiceDecl
@@ -17,7 +18,8 @@ def codes_page() -> str:
     lines = [
         "# Codes",
         "",
-        "Every refusal and warning of the plan. Generated from `src/specrig/plan/catalog/codes.yml` by",
+        "Every refusal and warning of the plan, and what the program on a rig can say. Generated from",
+        "`src/specrig/plan/catalog/codes.yml` and `src/specrig/host/errors.py` by",
         "`python -m specrig.plan.docs`; do not edit. `./rig explain CODE` prints one of them.",
         "A refusal stops `./rig up` before any host is touched (exit code 1). A warning does not.",
         "",
@@ -27,6 +29,8 @@ def codes_page() -> str:
         lines += [f"## {level.capitalize()}s", "", "| code | means |", "|---|---|"]
         lines += [f"| [{code.code}](#{code.code.lower()}) | {code.title} |" for code in chosen]
         lines += ["", *(line for code in chosen for line in _entry(code))]
+    lines += ["## Said on the rig", "", "The program on the rig names the figures and the next step with each.", ""]
+    lines += ["| code | means |", "|---|---|", *(f"| {code} | {means} |" for code, means in RIG_CODES.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,5 +1,6 @@
 """The plan: declaration + lock + facts -> one fully resolved document per host, or refusals."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,7 +139,10 @@ def _host_json(host: Host) -> dict[str, Any]:
         "name": host.name,
         "profile": host.decl.rig_profile,
         "models_root": host.decl.rig_models_root,
-        "hub_endpoint": host.decl.rig_hub_endpoint or HUB_ENDPOINT,
+        "hub_endpoint": "" if host.decl.rig_models_offline else host.decl.rig_hub_endpoint or HUB_ENDPOINT,
+        "hub_limit": host.decl.rig_hub_limit or 0,
+        "models_bundle": host.decl.rig_models_bundle or "",
+        "models_share": host.decl.rig_models_share or "",
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
         "preflight_ignore": host.decl.rig_preflight_ignore,
@@ -192,10 +196,17 @@ def _render(host: Host, service: Service) -> ServicePlan:
         # Loading is disk-bound; capturing graphs and compiling comes on top (70-90 s cold on an H200).
         start_timeout_s=900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
         stop_timeout_s=DRAIN_S + 40,
+        cache_key=_cache_key(service, models),
         vram=_memory(service),
         pair=pair_json(service),
         notes=list(decl.notes),
     )
+
+
+def _cache_key(service: Service, models: list[dict[str, Any]]) -> str:
+    """Engines key their compile cache by the target only: with another draft they load the wrong graphs and die."""
+    parts = [service.image, service.method, *(model["artefact"] for model in models)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _memory(service: Service) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MAX_K_UNMEASURED = 6
 MAX_K = 12
@@ -33,6 +34,13 @@ def _inside(path: str) -> str:
     if not path.isprintable() or any(part in ("", ".", "..") for part in path.split("/")):
         raise ValueError("it is no plain path inside the repository")
     return path
+
+
+def _not_ours(name: str) -> str:
+    """A service's name whose unit is not one of specrig's own. Raises PydanticCustomError."""
+    if name in ("scrub", "share"):
+        raise PydanticCustomError("literal_error", "it is taken: specrig has a unit of this name")
+    return name
 
 
 class Declared(BaseModel):
@@ -80,7 +88,7 @@ class ModelRef(Declared):
 class ServiceDecl(Declared):
     """One engine under one systemd unit."""
 
-    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
+    name: Annotated[str, AfterValidator(_not_ours)] = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
     engine: Literal["vllm"] = "vllm"
     version: Text = Field("auto", description="an exact version, or auto: the newest that the driver runs")
     image: Text | None = Field(None, description="overrides the official image; tag or tag@sha256, never latest")
@@ -117,6 +125,16 @@ class HostDecl(Declared):
     rig_container_toolkit: ToolkitDecl | None = None
     rig_models_root: str = Field("/srv/models", pattern=r"^(/[A-Za-z0-9._-]+)+$")
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")
+    rig_hub_limit: int | None = Field(None, ge=50_000, description="bytes per second from the hub")
+    rig_models_offline: bool = Field(False, description="true: no hub is asked; models come from siblings or a bundle")
+    rig_models_bundle: str | None = Field(
+        None, pattern=r"^(/[A-Za-z0-9._-]+)+$", description="a bundle of models on the host: tar file or directory"
+    )
+    rig_models_share: str | None = Field(
+        None,
+        pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9a-f:]+\]):\d{2,5}$",
+        description="serve models to other rigs on address:port",
+    )
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
@@ -208,6 +226,7 @@ class ServicePlan:
     method: str
     start_timeout_s: int
     stop_timeout_s: int
+    cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another
     vram: dict[str, Any]
     pair: dict[str, Any]
     notes: list[str]

@@ -199,7 +199,9 @@ class Ledger:
 
 
 def activation_mib(demand: Demand) -> int:
-    """Peak of the profiling pass: the widest layer's activations, and the sampler's fp32 logits."""
+    """Peak of the profiling pass: the widest layer's activations and the sampler's fp32 logits; or, when the V1 engine
+    compiles for the first time, a copy of the input embedding and two activations, where that is more (docs/evidence:
+    1.61 GiB in three cold starts at 8192 tokens, 0.95 when eager)."""
     chunk = int(demand.traits["profile_tokens"])
     if chunk and all(card.visible_mib >= LARGE_CARD_MIB for card in demand.cards):
         chunk = max(chunk, LARGE_CARD_TOKENS)
@@ -207,7 +209,10 @@ def activation_mib(demand: Demand) -> int:
     config, tp = demand.target.config, demand.target.tp
     layer = tokens * 2 * (3 * (config.intermediate_size or 4 * config.hidden_size) // tp + 3 * config.hidden_size)
     logits = demand.max_num_seqs * (1 + demand.k) * config.vocab_size * 4 * 3
-    return (layer + logits) // MIB
+    running = layer + logits
+    if demand.graphs and demand.traits["engine"] == "V1":
+        running = max(running, 2 * config.vocab_size * config.hidden_size // tp + 4 * tokens * config.hidden_size)
+    return running // MIB
 
 
 def graphs_mib(demand: Demand) -> int:

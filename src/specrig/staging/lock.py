@@ -9,18 +9,24 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specrig.console import CannotRun
 from specrig.plan.planner import HUB_ENDPOINT
 
-# What an engine reads. Pickled weights (.bin, .pt) are left out: loading them runs code.
-NEEDED = (".safetensors", ".json", ".jinja", "merges.txt", "tokenizer.model", "LICENSE", "LICENSE.txt")
+# What an engine reads besides the weights.
+NEEDED = (".json", ".jinja", "merges.txt", "tokenizer.model", "LICENSE", "LICENSE.txt", "LICENSE.md")
+# Loading these runs code that came with them: pickled weights, and Python itself.
+UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".py")
+WEIGHTS = ".safetensors"
+INDEX = "model.safetensors.index.json"
 # What the facts are made of is fetched whole, also where it is kept in large file storage: a tokenizer.json often is.
-READ = ("config.json", "tokenizer.json")
+READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", INDEX)
 CONFIG_FACTS = (
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "tie_word_embeddings", "torch_dtype",
@@ -33,15 +39,27 @@ def endpoint(given: str | None = None) -> str:
     return (given or os.environ.get("HF_ENDPOINT") or HUB_ENDPOINT).rstrip("/")
 
 
-def fetch(url: str, token: str | None) -> bytes:
-    """GET one small thing from the hub; a failure says which URL and what to do."""
+class _OwnHostOnly(urllib.request.HTTPRedirectHandler):
+    """Follows redirects; the token goes on only where scheme, host and port stay the same."""
+
+    def redirect_request(self, request: Any, *rest: Any) -> urllib.request.Request | None:
+        new = super().redirect_request(request, *rest)
+        token = request.unredirected_hdrs.get("Authorization")
+        if new and token and urllib.parse.urlsplit(new.full_url)[:2] == urllib.parse.urlsplit(request.full_url)[:2]:
+            new.add_unredirected_header("Authorization", token)
+        return new
+
+
+def _open(url: str, token: str | None) -> tuple[bytes, str]:
+    """GET: (body, Link header)."""
     if not url.startswith(("https://", "http://")):
         raise CannotRun(f"{url} is no http address", "set HF_ENDPOINT to the hub's base URL", "HUB_ENDPOINT")
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})  # noqa: S310 - scheme checked above
+    request = urllib.request.Request(url)  # noqa: S310 - scheme checked above
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
-            content: bytes = response.read()
-            return content
+        with urllib.request.build_opener(_OwnHostOnly).open(request, timeout=TIMEOUT_S) as response:
+            return response.read(), response.headers.get("Link", "")
     except urllib.error.HTTPError as error:
         fix = (
             "for a gated model set HF_TOKEN; otherwise check the name"
@@ -57,14 +75,36 @@ def fetch(url: str, token: str | None) -> bytes:
         ) from error
 
 
-def fetch_json(url: str, token: str | None) -> Any:
-    """The same for a JSON document; anything else, such as a portal's login page, is told as such."""
+def fetch(url: str, token: str | None) -> bytes:
+    """GET one small thing from the hub; a failure says which URL and what to do."""
+    return _open(url, token)[0]
+
+
+def _json(url: str, body: bytes) -> Any:
     try:
-        return json.loads(fetch(url, token))
+        return json.loads(body)
     except ValueError as error:
         raise CannotRun(
             f"{url} did not answer with JSON", "check that HF_ENDPOINT is a model hub", "HUB_DAMAGED"
         ) from error
+
+
+def fetch_json(url: str, token: str | None) -> Any:
+    """The same for a JSON document; anything else, such as a portal's login page, is told as such."""
+    return _json(url, fetch(url, token))
+
+
+def fetch_list(url: str, token: str | None) -> list[Any]:
+    """A list that the hub may give in pages, each naming the next one in its Link header."""
+    found: list[Any] = []
+    for _ in range(1000):
+        body, link = _open(url, token)
+        found += _json(url, body)
+        following = re.search(r"<([^>]+)>;\s*rel=\"?next", link)
+        if not following:
+            break
+        url = urllib.parse.urljoin(url, following[1])
+    return found
 
 
 def tokenizer_facts(tokenizer: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +120,10 @@ def tokenizer_facts(tokenizer: dict[str, Any]) -> dict[str, Any]:
     else:
         ids = set(vocab.values())
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    added = sorted((t["id"], t["content"]) for t in tokenizer.get("added_tokens", []))
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    added = sorted((t["id"], t["content"], *(bool(t.get(f)) for f in flags)) for t in tokenizer.get("added_tokens", []))
     what = [
-        model.get("type"),
+        [model.get(name) for name in ("type", "ignore_merges", "byte_fallback")],
         sorted(vocab.items()),
         merges,
         added,
@@ -90,8 +131,16 @@ def tokenizer_facts(tokenizer: dict[str, Any]) -> dict[str, Any]:
         tokenizer.get("pre_tokenizer"),
     ]
     text = json.dumps(what, sort_keys=True, ensure_ascii=False)
-    ids |= {number for number, _ in added}
+    ids |= {number for number, *_ in added}
     return {"fingerprint": hashlib.sha256(text.encode()).hexdigest(), "size": max(ids) + 1 if ids else 0}
+
+
+def chat_template(known: Mapping[str, bytes]) -> str | None:
+    """The chat template of a model's small files {path: content}: a file of its own, else a field of tokenizer_config.json."""
+    if "chat_template.jinja" in known:
+        return known["chat_template.jinja"].decode()
+    template = json.loads(known.get("tokenizer_config.json", b"{}")).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def config_facts(config: dict[str, Any]) -> dict[str, Any]:
@@ -102,39 +151,114 @@ def config_facts(config: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def lock_model(repo: str, revision: str | None, hub: str, token: str | None = None) -> dict[str, Any]:
-    """One entry of the lock. `revision` may be a branch here: what is written down is the commit it points to now."""
+def licence_of(about: dict[str, Any]) -> str | None:
+    """The licence that the hub names: its identifier, or the name that the model card gives for `other`."""
+    card = about.get("cardData") or {}
+    tagged = (t.partition(":")[2] for t in about.get("tags") or [] if str(t).startswith("license:"))
+    licence = card.get("license") or next(tagged, None)
+    if licence == "other":
+        licence = card.get("license_name") or licence
+    return str(licence) if licence else None
+
+
+def needed(entries: Mapping[str, dict[str, Any]], index: bytes | None, unsafe: Sequence[str], repo: str) -> list[str]:
+    """Paths of the files that an engine reads, of all that a repository has at its top.
+
+    Weights are the index's shards, else model.safetensors, else every .safetensors: a second copy in another layout is left
+    out. Raises CannotRun HUB_UNSAFE where the only weights are pickled and are not allowed by name, HUB_NO_MODEL.
+    """
+    if strange := sorted(set(unsafe) - set(entries)):
+        raise CannotRun(f"{repo} has no file {strange[0]}", "name a file at the repository's top", "HUB_NO_MODEL")
+    chosen = {path for path in entries if path.endswith(NEEDED)} | set(unsafe)
+    if index is not None:
+        weights = set(json.loads(index)["weight_map"].values())
+        if lost := sorted(weights - set(entries)):
+            raise CannotRun(
+                f"{repo}: the index names {lost[0]}, which is not there", "another revision", "HUB_NO_MODEL"
+            )
+    else:
+        every = {path for path in entries if path.endswith(WEIGHTS)}
+        weights = {"model.safetensors"} & every or every
+    if not weights | set(unsafe):
+        pickled = sorted(path for path in entries if path.endswith(UNSAFE) and not path.endswith(".py"))
+        if pickled:
+            raise CannotRun(
+                f"{repo} has no safetensors; its weights are pickled, and loading them runs code: {', '.join(pickled)}",
+                f"take a repository with safetensors, or trust these files by name: --allow-unsafe {pickled[0]}",
+                "HUB_UNSAFE",
+            )
+        raise CannotRun(f"{repo} has no weights", "name a repository that holds a model", "HUB_NO_MODEL")
+    return sorted(chosen | weights)
+
+
+def lock_model(
+    repo: str, revision: str | None, hub: str, token: str | None = None, unsafe: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One entry of the lock. `revision` may be a branch here: what is written down is the commit it points to now.
+
+    `unsafe` names files to lock although loading them runs code.
+    """
     name = urllib.parse.quote(repo)
     wanted = urllib.parse.quote(revision or "main", safe="")
-    commit = fetch_json(f"{hub}/api/models/{name}/revision/{wanted}", token)["sha"]
-    tree = fetch_json(f"{hub}/api/models/{name}/tree/{commit}?recursive=true", token)
-    files, read = [], {}
-    for entry in sorted(tree, key=lambda e: str(e["path"])):
-        path = entry["path"]
-        if entry["type"] != "file" or not path.endswith(NEEDED) or "/" in path:
-            continue
-        large = entry.get("lfs")
-        if large and path not in READ:
-            files.append({"path": path, "size": large["size"], "sha256": large["oid"]})
-            continue
+    about = fetch_json(f"{hub}/api/models/{name}/revision/{wanted}", token)
+    commit = about["sha"]
+    tree = fetch_list(f"{hub}/api/models/{name}/tree/{commit}?recursive=true", token)
+    # An empty file holds nothing that an engine could need.
+    entries = {str(e["path"]): e for e in tree if e["type"] == "file" and "/" not in e["path"] and e["size"]}
+
+    def read(path: str) -> bytes:
         content = fetch(f"{hub}/{name}/resolve/{commit}/{urllib.parse.quote(path)}", token)
-        digest = hashlib.sha256(content).hexdigest()
-        if large and digest != large["oid"]:
+        large, oid = entries[path].get("lfs"), entries[path].get("oid")
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        if hashlib.sha256(content).hexdigest() != large["oid"] if large else git != oid:
             raise CannotRun(f"{path} of {repo} is not what {hub} lists", "try again, or another mirror", "HUB_DAMAGED")
-        read[path] = content
-        files.append({"path": path, "size": len(content), "sha256": digest})
-    if "config.json" not in read:
+        return content
+
+    if "config.json" not in entries:
         raise CannotRun(
             f"{repo} at {commit} has no config.json", "name a repository that holds a model", "HUB_NO_MODEL"
         )
+    known = {path: read(path) for path in READ if path in entries}
+    files: list[dict[str, Any]] = []
     try:
-        entry = {"revision": commit, "files": files, "config": config_facts(json.loads(read["config.json"]))}
-        if "tokenizer.json" in read:
-            entry["tokenizer"] = tokenizer_facts(json.loads(read["tokenizer.json"]))
+        for path in needed(entries, known.get(INDEX), unsafe, repo):
+            large = entries[path].get("lfs")
+            if large and path not in known:
+                files.append({"path": path, "size": large["size"], "sha256": large["oid"]})
+                continue
+            content = known[path] if path in known else read(path)
+            files.append({"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+        entry = {
+            "revision": commit,
+            "licence": licence_of(about),
+            "size": sum(file["size"] for file in files),
+            "files": files,
+            "config": config_facts(json.loads(known["config.json"])),
+        }
+        if "tokenizer.json" in known:
+            entry["tokenizer"] = tokenizer_facts(json.loads(known["tokenizer.json"]))
+            if template := chat_template(known):
+                entry["tokenizer"]["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CannotRun(
-            f"{repo} at {commit}: config.json or tokenizer.json is not as a text model has it ({error!r})",
+            f"{repo} at {commit}: config.json, tokenizer.json or the index is not as a text model has it ({error!r})",
             "name a repository that holds a plain causal language model",
             "HUB_NO_MODEL",
         ) from error
-    return entry
+    return entry | ({"unsafe": sorted(unsafe)} if unsafe else {})
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What differs between two entries of one repository, for a person; empty when nothing does."""
+    old, new = ({f["path"]: f for f in entry.get("files", [])} for entry in (before, after))
+    told = []
+    if before.get("revision") != after.get("revision"):
+        told.append(f"commit {str(before.get('revision'))[:12]} -> {str(after.get('revision'))[:12]}")
+    if before.get("licence", after.get("licence")) != after.get("licence"):
+        told.append(f"licence {before.get('licence')} -> {after.get('licence')}")
+    told += [f"{path} is new ({new[path]['size']} bytes)" for path in sorted(set(new) - set(old))]
+    told += [f"{path} is gone" for path in sorted(set(old) - set(new))]
+    for path in sorted(set(old) & set(new)):
+        if old[path].get("sha256") != new[path].get("sha256"):
+            told.append(f"{path} has other bytes ({old[path]['size']} -> {new[path]['size']})")
+    return told

@@ -1,4 +1,4 @@
-"""`./rig bench converge`: what a converge costs that changes nothing."""
+"""`./rig bench converge|staging`: what a converge costs that changes nothing, and what staging a model costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 from specrig import runner
 from specrig.bench.converge import converge
+from specrig.bench.staging import staging
 from specrig.console import say
 
 
@@ -21,6 +22,19 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.add_argument("--repeats", type=int, default=3, help="interleaved runs of each kind (default 3)")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
+    verb = bench.add_parser(
+        "staging", help="wall and CPU of staging, against `hf download` and a plain copy with sha256sum"
+    )
+    verb.add_argument(
+        "--size", type=float, default=2.0, help="GB to stage (default 2; three times as much disk is used)"
+    )
+    verb.add_argument("--files", type=int, default=4, help="in so many files (default 4)")
+    verb.add_argument("--repeats", type=int, default=3, help="interleaved runs of each kind (default 3)")
+    verb.add_argument(
+        "--hf", action="store_true", help="also `hf download`, installed into a virtual environment of its own"
+    )
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run_staging)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,4 +51,29 @@ def run(options: argparse.Namespace) -> int:
         counts = f"{row['tasks']:>3} tasks {row['round_trips']:>4} round trips"
         say(f"  {kind:<8} {counts} {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s controller CPU")
     say(f"  wall ratio {result['wall_ratio']}")
+    return 0
+
+
+def run_staging(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    state = runner.ROOT / ".rig" / "bench" / "staging"
+    state.mkdir(parents=True, exist_ok=True)
+    result = staging(state, int(options.size * 1e9), options.files, options.repeats, options.hf)
+    if options.json:
+        say(json.dumps(result, indent=2))
+        return 0
+    say(f"{options.size:g} GB in {options.files} files from loopback, median of {options.repeats} interleaved runs")
+    for kind, what in (
+        ("ours", "staged, verified, published"),
+        ("ours_again", "a second run: nothing to do"),
+        ("hf", "hf download: no checksum compared"),
+        ("copy", "cp, sha256sum, sync"),
+    ):
+        if row := result.get(kind):
+            say(
+                f"  {kind:<10} {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s CPU {row['peak_mb']:>5} MB peak  {what}"
+            )
+    for kind in ("hf", "copy"):
+        if f"speed_against_{kind}" in result:
+            say(f"  ours against {kind}: {result[f'speed_against_{kind}']:.2f} times as fast")
     return 0

@@ -6,6 +6,7 @@ import argparse
 
 from specrig.console import CannotRun, say
 from specrig.host import findings
+from specrig.host.errors import CODES as RIG_CODES
 from specrig.plan import refusals
 
 
@@ -19,15 +20,21 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(options: argparse.Namespace) -> int:
     """Print one code's page, or the list."""
     if options.code is None:
-        titles = {code: entry.title for code, entry in refusals.CODES.items()}
+        titles = {code: entry.title for code, entry in refusals.CODES.items()} | RIG_CODES
         titles |= {code: entry.title for code, entry in findings.CODES.items()}
         for code, title in sorted(titles.items()):
             say(f"{code:<28} {title}")
         return 0
-    if entry := findings.CODES.get(options.code.upper()):
-        say(f"{options.code.upper()} ({entry.level} of preflight): {entry.title}\n\nFix: {entry.fix}")
-        return 0
-    if options.code.upper() not in refusals.CODES:
+    code = options.code.upper()
+    if code in refusals.CODES:
+        say(refusals.explain(code))
+    elif code in findings.CODES:
+        found = findings.CODES[code]
+        say(f"{code} ({found.level} of preflight): {found.title}\n\nFix: {found.fix}")
+    elif code in RIG_CODES:
+        say(
+            f"{code}: {RIG_CODES[code]}\nSaid by the program on the rig; the message beside it names the figures and the next step."
+        )
+    else:
         raise CannotRun(f"no code is called {options.code}", "./rig explain lists them all", "UNKNOWN_CODE")
-    say(refusals.explain(options.code.upper()))
     return 0

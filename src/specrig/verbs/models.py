@@ -13,12 +13,13 @@ from specrig import runner
 from specrig.console import CannotRun, complain, say
 from specrig.files import write_atomically
 from specrig.staging import lock
+from specrig.verbs import models_store
 from specrig.verbs.plan import add_host_arguments, make_plans
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
-    models = verbs.add_parser("models", help="lock the models that the plans need").add_subparsers(
+    models = verbs.add_parser("models", help="lock, verify, carry and clean up models").add_subparsers(
         metavar="WHAT", required=True
     )
     verb = models.add_parser(
@@ -27,7 +28,16 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_host_arguments(verb)
     verb.add_argument("--endpoint", help="hub to ask (default: HF_ENDPOINT, or Hugging Face's own)")
     verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
+    verb.add_argument("--check", action="store_true", help="only say what changed upstream; 1 when something did")
+    verb.add_argument(
+        "--allow-unsafe",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="lock this file although loading it runs code",
+    )
     verb.set_defaults(run=run)
+    models_store.register(models)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,20 +47,29 @@ def run(options: argparse.Namespace) -> int:
     locked = read(path)
     plans = make_plans(inventory, options.hosts)
     wanted = {a["repo"]: a for plan in plans.values() for a in plan.models if not a["derive"]}
+    changed = False
     for repo in sorted(wanted):
-        if repo in locked and not options.update:
+        if repo in locked and not (options.update or options.check):
             say(f"{repo}: locked at {locked[repo]['revision']}")
             continue
-        before = locked.get(repo, {}).get("revision")
-        revision = wanted[repo][
-            "revision"
-        ]  # what the inventory names; else what is locked, which --update asks to leave
-        declared = None if revision == before else revision
-        entry = lock.lock_model(repo, declared, lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN"))
-        total = sum(file["size"] for file in entry["files"])
-        change = "" if before in {None, entry["revision"]} else f" (upstream changed: was {before})"
-        say(f"{repo}: {entry['revision']}, {len(entry['files'])} files, {total / 1e9:.2f} GB{change}")
+        before = locked.get(repo, {})
+        # What the inventory names; else what is locked, which --update asks to leave.
+        revision = wanted[repo]["revision"]
+        declared = None if revision == before.get("revision") else revision
+        unsafe = sorted({*before.get("unsafe", []), *options.allow_unsafe})
+        hub, token = lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN")
+        entry = lock.lock_model(repo, declared, hub, token, unsafe)
+        was = before.get("revision")
+        change = "" if was in {None, entry["revision"]} else f" (upstream changed: was {was})"
+        about = f"{len(entry['files'])} files, {entry['size'] / 1e9:.2f} GB, licence {entry['licence'] or 'not stated'}"
+        say(f"{repo}: {entry['revision']}, {about}{change}")
+        differences = lock.changes(before, entry) if before else ["not locked yet"]
+        changed = changed or bool(differences)
+        for line in differences if before else []:
+            say(f"  {line}")
         locked[repo] = entry
+    if options.check:
+        return 1 if changed else 0
     save(path, locked)
     say(f"wrote {path}")
     bare = {name: plan.refusals for name, plan in plans.items() if plan.refusals and not plan.models}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from specrig import runner
@@ -32,17 +31,19 @@ def host_reports(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return reports
 
 
-def shortfalls(report: dict[str, Any], planned: Sequence[str]) -> list[str]:
+def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
     """What is not as it should be: no answer, a planned unit that is missing, a unit that is not up or does not answer."""
     if "error" in report:
         return [report["error"]]
+    planned, wanted = [service.unit for service in plan.services], plan.as_json()["plan_hash"]
     units = {unit["unit"]: unit for unit in report.get("units", [])}
     missing = [f"{name} is planned and not there" for name in planned if name not in units]
     down = [f"{name} is {unit['state']}" for name, unit in units.items() if unit["state"] != "active"]
     deaf = [
         f"{name} does not answer" for name, unit in units.items() if unit["state"] == "active" and not healthy(unit)
     ]
-    return missing + down + deaf
+    drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
+    return missing + down + deaf + drift
 
 
 def healthy(unit: dict[str, Any]) -> bool:
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     reports = host_reports(runner.playbook_json("status", inventory, limit))
     for name in plans:
         reports.setdefault(name, {"error": "no answer"})
-    short = {host: shortfalls(report, [s.unit for s in plans[host].services]) for host, report in reports.items()}
+    short = {host: shortfalls(report, plans[host]) for host, report in reports.items()}
     if options.json:
         say(
             json.dumps(

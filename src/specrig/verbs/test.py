@@ -42,7 +42,7 @@ def lint() -> list[Command]:
 
 def unit() -> list[Command]:
     """Seconds, no Docker."""
-    return [python("pytest", "tests/unit")]
+    return [python("pytest", "--numprocesses=auto", "tests/unit")]
 
 
 def contract() -> list[Command]:

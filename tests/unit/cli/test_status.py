@@ -76,12 +76,16 @@ def test_each_hosts_own_answer() -> None:
     assert status.host_reports({}) == {}
 
 
+DRIFT = "what runs is not what is planned now"
+
+
 @pytest.mark.parametrize(
     ("report", "short"),
     [
         (ANSWER, []),
         ({**ANSWER, "units": []}, [f"{UNIT} is planned and not there"]),
-        ({}, [f"{UNIT} is planned and not there"]),
+        ({}, [f"{UNIT} is planned and not there", DRIFT]),
+        ({**ANSWER, "plan_hash": "another"}, [DRIFT]),
         (answer(state="failed", health=None), [f"{UNIT} is failed"]),
         (answer(state="activating"), [f"{UNIT} is activating"]),
         (answer(health={"ok": False, "cause": "refused"}), [f"{UNIT} does not answer"]),
@@ -90,7 +94,7 @@ def test_each_hosts_own_answer() -> None:
     ],
 )
 def test_shortfalls(report: dict[str, Any], short: list[str]) -> None:
-    assert status.shortfalls(report, [UNIT]) == short
+    assert status.shortfalls(report, PLAN) == short
 
 
 def test_what_a_person_reads() -> None:

@@ -21,6 +21,7 @@ class Hub:
         self.redirects: dict[str, str] = {}
         self.token: str | None = None
         self.break_at: dict[str, tuple[int, str]] = {}  # once: after so many bytes, "reset" or "stall"
+        self.silence = 0.1  # seconds that a stall lasts before the connection is closed
         self.lock = threading.Lock()
         hub = self
 
@@ -77,7 +78,7 @@ class Hub:
                     if at >= hub.break_at.get(self.path, (end, ""))[0]:
                         self.close_connection = True
                         if hub.break_at.pop(self.path)[1] == "stall":
-                            time.sleep(3)
+                            time.sleep(hub.silence)
                         return
                     try:
                         self.wfile.write(chunk)

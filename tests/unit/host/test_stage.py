@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -134,34 +133,6 @@ def test_another_length_is_refused(tmp_path: Path, length: int) -> None:
     assert not (tmp_path / "org--name").exists()
 
 
-def test_kill_9_of_all_of_it_in_mid_download_resumes(tmp_path: Path) -> None:
-    data = {"model.safetensors": blob(6_000_000)}
-    url = f"/org/name/resolve/{REVISION}/model.safetensors"
-    program = build.write(tmp_path / "specrig-host")
-    with hub_of(data, rate=2_000_000) as hub:
-        job = tmp_path / "job.json"
-        job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
-        process = subprocess.Popen(
-            [PYTHON, program, "stage", job],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        while hub.sent.get(url, 0) < 3_000_000:
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        before = hub.sent[url]
-        hub.rate = 16_000_000
-        done = subprocess.run([PYTHON, program, "stage", job], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        # The control file may lag behind by a second (2 MB here) and a piece of 1 MB; some is always on the wire.
-        again = hub.sent[url] - 6_000_000
-        assert before > 3_000_000 - 1 and again <= 3_000_000, (before, again)
-        assert any("Range" in h for _, p, h in hub.requests if p == url)
-    assert (tmp_path / "models/org--name" / REVISION / "model.safetensors").read_bytes() == data["model.safetensors"]
-
-
 def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: Path) -> None:
     data = {"model.safetensors": blob(3_000_000)}
     program = build.write(tmp_path / "specrig-host")
@@ -241,7 +212,7 @@ def test_a_wrong_token_is_coded(tmp_path: Path) -> None:
 
 def test_two_stagers(tmp_path: Path) -> None:
     job = manifest.parse_job(document(tmp_path, "http://127.0.0.1:1"))
-    with stage._locked(job.root):
+    with stage.locked(job.root):
         error = refused(document(tmp_path, "http://127.0.0.1:1"), "STAGE_BUSY")
         assert str(os.getpid()) in error.cause
 
@@ -252,21 +223,6 @@ def test_disk_budget_comes_before_the_first_byte(tmp_path: Path, monkeypatch: py
         error = refused(document(tmp_path, hub.url), "STAGE_DISK")
         assert re.search(r"300 kB to write.*512 MB|513 MB", error.cause)
         assert hub.requests == []
-
-
-def test_a_disk_that_somebody_else_fills_stops_it_in_time_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = {"model.safetensors": blob(6_000_000)}
-    url = f"/org/name/resolve/{REVISION}/model.safetensors"
-    with hub_of(data, rate=3_000_000) as hub:
-        free = SimpleNamespace(free=10**10)
-        with monkeypatch.context() as patch:
-            full = SimpleNamespace(free=1000)
-            patch.setattr("shutil.disk_usage", lambda _: full if hub.sent.get(url, 0) > 3_000_000 else free)
-            assert "filled up" in refused(document(tmp_path, hub.url, data), "STAGE_DISK").cause
-        assert run(document(tmp_path, hub.url, data))["changed"]
-        assert hub.sent[url] < 7_500_000, "it was fetched again"
 
 
 def test_a_damaged_publication_is_repaired_from_what_it_still_has(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ UnitFileState=enabled
 
 Id=specrig-job-stage.service
 ActiveState=active
+
+Id=specrig-scrub.service
+ActiveState=failed
 END
 """
 

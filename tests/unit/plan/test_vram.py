@@ -117,14 +117,13 @@ def _plan(**over: Any) -> HostPlan:
 def test_over_commit_names_changes_that_do_fit() -> None:
     refused = _plan(max_model_len=40960).refusals[0]
     assert refused.code == "VRAM_OVERCOMMIT"
-    assert refused.fix == "max_model_len: 35072, or gpu_memory_utilization: 0.96, or rig_speculation: false"
-    assert _plan(max_model_len=35072).ok
-    assert _plan(max_model_len=40960, gpu_memory_utilization=0.96).ok
+    assert refused.fix == "max_model_len: 29440, or rig_speculation: false"
+    assert _plan(max_model_len=29440).ok
     assert plan_host("host", r1(host={"rig_speculation": False}, max_model_len=40960)).ok
 
 
 def test_graphs_are_given_up_last_and_said_so() -> None:
-    kept, given = _plan(max_model_len=35072), _plan(max_model_len=36096)
+    kept, given = _plan(max_model_len=29440), _plan(max_model_len=36096)
     assert "--enforce-eager" not in kept.services[0].argv
     assert "--enforce-eager" in given.services[0].argv
     assert "EAGER_LAST_RESORT" in {found.code for found in given.warnings}

@@ -1,4 +1,4 @@
-"""The tiny pair: the same bytes everywhere, and the shape of the real pair."""
+"""The tiny pair: the same bytes everywhere, and the shape of the real pair. Here because building it takes seconds."""
 
 from __future__ import annotations
 

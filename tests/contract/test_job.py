@@ -1,4 +1,7 @@
-"""Detached jobs, with the real program as a file, as on a host (in a session of its own: no systemd here)."""
+"""Detached jobs, with the real program as a file, as on a host (in a session of its own: no systemd here).
+
+Here and not under unit because it starts the program some thirty times and waits for what it does: seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ from typing import Any
 import pytest
 
 from specrig.host import build
-
-from .models import write_model
-from .program import PYTHON
-from .test_ready import TOKEN, Answer, engine
+from tests.unit.host.models import write_model
+from tests.unit.host.program import PYTHON
+from tests.unit.host.test_ready import TOKEN, Answer, engine
 
 __all__ = ["engine"]
 Host = Callable[..., tuple[int, dict[str, Any]]]

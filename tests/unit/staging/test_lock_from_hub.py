@@ -242,3 +242,142 @@ def test_which_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lock.endpoint() == HUB_ENDPOINT
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror/")
     assert lock.endpoint() == "http://mirror" and lock.endpoint("http://given/") == "http://given"
+
+
+def publish(hub: Hub, **files: bytes | str) -> Path:
+    """A third revision with only these files (underscores are dots) besides config and tokenizer."""
+    folder = hub.root / REPO / ("c" * 40)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name.replace("__", ".")).write_bytes(data)
+    return folder
+
+
+def paths(entry: dict[str, Any]) -> list[str]:
+    return [file["path"] for file in entry["files"]]
+
+
+def test_licence_and_total_are_written_down(hub: Hub) -> None:
+    (tree(hub) / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n")
+    entry = lock.lock_model(REPO, COMMIT, hub.url)
+    assert entry["licence"] == "apache-2.0"
+    assert entry["size"] == sum((tree(hub) / path).stat().st_size for path in paths(entry))
+    assert lock.lock_model(REPO, OLDER, hub.url)["licence"] is None
+
+
+@pytest.mark.parametrize(
+    ("about", "licence"),
+    [
+        ({"cardData": {"license": "other", "license_name": "qwen-research"}}, "qwen-research"),
+        ({"tags": ["region:us", "license:mit"]}, "mit"),
+        ({"cardData": None, "tags": None}, None),
+    ],
+)
+def test_where_the_licence_stands(about: dict[str, Any], licence: str | None) -> None:
+    assert lock.licence_of(about) == licence
+
+
+def test_only_the_indexs_shards_are_needed(hub: Hub) -> None:
+    index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}})
+    folder = publish(hub, **{lock.INDEX: index, "m-1.safetensors": "1", "m-2.safetensors": "2"})
+    (folder / "consolidated.safetensors").write_text("the same weights again")
+    (folder / "empty.json").touch()
+    assert paths(lock.lock_model(REPO, "c" * 40, hub.url)) == [
+        "config.json",
+        "m-1.safetensors",
+        "m-2.safetensors",
+        lock.INDEX,
+    ]
+    (folder / "m-2.safetensors").unlink()
+    with pytest.raises(CannotRun, match=r"m-2\.safetensors") as caught:
+        lock.lock_model(REPO, "c" * 40, hub.url)
+    assert caught.value.code == "HUB_NO_MODEL"
+
+
+def test_pickled_weights_are_refused_unless_allowed_by_name(hub: Hub) -> None:
+    publish(hub, **{"pytorch_model.bin": "pickle", "training_args.bin": "pickle", "modeling.py": "import os"})
+    with pytest.raises(CannotRun, match=r"pytorch_model\.bin, training_args\.bin") as caught:
+        lock.lock_model(REPO, "c" * 40, hub.url)
+    assert caught.value.code == "HUB_UNSAFE" and "--allow-unsafe" in caught.value.fix
+    entry = lock.lock_model(REPO, "c" * 40, hub.url, None, ["pytorch_model.bin"])
+    assert paths(entry) == ["config.json", "pytorch_model.bin"] and entry["unsafe"] == ["pytorch_model.bin"]
+    with pytest.raises(CannotRun, match="has no file"):
+        lock.lock_model(REPO, "c" * 40, hub.url, None, ["x.bin"])
+
+
+def test_no_weights_at_all(hub: Hub) -> None:
+    publish(hub, **{"modeling.py": "import os"})
+    with pytest.raises(CannotRun, match="no weights"):
+        lock.lock_model(REPO, "c" * 40, hub.url)
+
+
+def test_a_small_file_that_is_not_what_the_hub_lists_is_refused(hub: Hub) -> None:
+    hub.faults = [{"path": "*/config.json", "kind": "wrong", "times": 1, "after": None}]
+    with pytest.raises(CannotRun, match=r"config\.json") as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert caught.value.code == "HUB_DAMAGED"
+
+
+def test_a_gated_model_is_locked_with_the_token_and_the_token_is_written_nowhere(hub: Hub) -> None:
+    hub.token = "hf_secretsecret"
+    with pytest.raises(CannotRun, match="401") as caught:
+        lock.lock_model(REPO, None, hub.url)
+    assert "HF_TOKEN" in caught.value.fix
+    assert "hf_secret" not in json.dumps(lock.lock_model(REPO, None, hub.url, "hf_secretsecret"))
+
+
+def test_the_token_does_not_follow_a_redirect_to_another_host(hub: Hub) -> None:
+    other = Hub(hub.root)
+    other.start()
+    try:
+        for to, told in ((other.url, []), (hub.url, ["org/model/config.json"] * 2)):
+            other.with_token.clear()
+            hub.with_token.clear()
+            hub.faults = [{"path": "*/config.json", "kind": "redirect", "to": to, "times": 1, "after": None}]
+            lock.lock_model(REPO, None, hub.url, "hf_secretsecret")
+            assert other.with_token == []
+            assert [key for key in hub.with_token if "config" in key] == (told or ["org/model/config.json"])
+    finally:
+        other.stop()
+
+
+def test_a_list_in_pages(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"http://h/a": (b"[1]", '<http://h/b>; rel="next"'), "http://h/b": (b"[2]", "")}
+    monkeypatch.setattr(lock, "_open", lambda url, _: pages[url])
+    assert lock.fetch_list("http://h/a", None) == [1, 2]
+
+
+def test_changes_are_told_in_words() -> None:
+    before = {
+        "revision": OLDER,
+        "licence": "mit",
+        "files": [
+            {"path": "a", "size": 1, "sha256": "1"},
+            {"path": "b", "size": 1, "sha256": "1"},
+        ],
+    }
+    after = {
+        "revision": COMMIT,
+        "licence": "other",
+        "files": [{"path": "a", "size": 2, "sha256": "2"}, {"path": "c", "size": 3, "sha256": "3"}],
+    }
+    assert lock.changes(before, before) == []
+    assert lock.changes(before, after) == [
+        "commit aaaaaaaaaaaa -> bbbbbbbbbbbb",
+        "licence mit -> other",
+        "c is new (3 bytes)",
+        "b is gone",
+        "a has other bytes (1 -> 2)",
+    ]
+
+
+def test_what_changes_ids_or_the_prompt_is_in_the_lock() -> None:
+    plain = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [{"id": 1, "content": "<x>"}]}
+    strips = plain | {"added_tokens": [{"id": 1, "content": "<x>", "lstrip": True}]}
+    ignores = plain | {"model": plain["model"] | {"ignore_merges": True}}  # type: ignore[operator]
+    assert len({lock.tokenizer_facts(t)["fingerprint"] for t in (plain, strips, ignores)}) == 3
+    assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}'}) == "a"
+    assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}', "chat_template.jinja": b"b"}) == "b"
+    assert lock.chat_template({}) is None
