@@ -28,7 +28,9 @@ def test_role_pages_are_fresh(name: str) -> None:
 
 
 def test_no_page_of_a_role_that_is_gone() -> None:
-    assert {f"roles/{path.name}" for path in (ROOT / "docs/roles").glob("*")} == set(docs.pages())
+    assert {f"roles/{path.name}" for path in (ROOT / "docs/roles").glob("*")} == {
+        page for page in docs.pages() if "/" in page
+    }
 
 
 def test_markup_and_cells() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import specrig
-from specrig.host import bundle, job, keep, manifest, pad, pull, ready, share, stage, start, status
-from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host import bundle, driver, job, keep, manifest, pad, preflight, pull, ready, share, stage, start, status
+from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
 from specrig.host.progress import Progress
 
 
@@ -59,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
     _store(verbs)
     one = verbs.add_parser("status", help="units, containers, health, models, applied plan")
     one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
+    one = verbs.add_parser("preflight", help="look at this machine; changes nothing", description=preflight.__doc__)
+    one.add_argument("wanted", nargs="?", help="what is wanted of it, as a JSON file, or - for standard input")
+    one = verbs.add_parser("driver", help="install or remove the distribution's NVIDIA driver")
+    one.add_argument("job", help="the job as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say what would be done")
     jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
     one = jobs.add_parser("run", help="quick check, then start or attach")
     one.add_argument("--id", required=True)
@@ -70,6 +75,16 @@ def parser() -> argparse.ArgumentParser:
     one = jobs.add_parser("exec", help=argparse.SUPPRESS)
     one.add_argument("--id", required=True)
     return root
+
+
+def _document(name: str | None, stdin: str | None) -> str:
+    """Text of a file, of standard input for -, empty for none."""
+    if name == "-":
+        return sys.stdin.read() if stdin is None else stdin
+    try:
+        return Path(name).read_text() if name else ""
+    except OSError as error:
+        raise HostError("HOST_USAGE", str(error), "name a JSON file, or -", COULD_NOT_RUN) from error
 
 
 def _store(verbs: Any) -> None:
@@ -145,6 +160,10 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return pull.pull(args.image, progress, args.check)
     if args.verb == "start":
         return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable, args.after)
+    if args.verb == "driver":
+        return driver.driver(_document(args.job, stdin), progress, args.check)
+    if args.verb == "preflight":
+        return preflight.preflight(_document(args.wanted, stdin))
     if args.verb == "status":
         return status.status(args.root)
     return _keep(args, progress) or {"changed": False}
@@ -200,8 +219,11 @@ def guarded(
         if args.verb == "job":
             code, document = _job(args)
             return code, {"ok": code == 0, **document}
-        with Progress(progress_file, quiet=args.verb in ("ready", "status", "models", "serve")) as progress:
-            return 0, {"ok": True, **run_verb(args, progress, stdin)}
+        with Progress(
+            progress_file, quiet=args.verb in ("ready", "status", "preflight", "models", "serve")
+        ) as progress:
+            document = {"ok": True, **run_verb(args, progress, stdin)}
+            return 0 if document["ok"] else FELL_SHORT, document
     except HostError as error:
         return error.status, failure(error)
     except Exception as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +38,7 @@ class Gpu(Sourced):
 
     title: str
     match: list[str]
+    pci_ids: list[Annotated[str, Field(pattern=r"^[0-9a-f]{4}$")]] = Field(min_length=1)
     family: Literal["geforce", "workstation", "datacenter"]
     compute: str = Field(pattern=r"^\d+\.\d$")
     vram_mib: int = Field(gt=0)

@@ -144,6 +144,8 @@ def _host_json(host: Host) -> dict[str, Any]:
         "models_bundle": host.decl.rig_models_bundle or "",
         "models_share": host.decl.rig_models_share or "",
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
+        "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
+        "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,
         "gpus": [
             {
@@ -152,6 +154,8 @@ def _host_json(host: Host) -> dict[str, Any]:
                 "title": card.gpu.title,
                 "uuid": card.uuid,
                 "vram_mib": card.total_mib,
+                "pci_ids": card.gpu.pci_ids,
+                "bar1_mib": card.gpu.bar1_mib,
             }
             for card in host.cards
         ],
@@ -255,6 +259,7 @@ def _driver(host: Host, services: list[Service]) -> dict[str, Any]:
     branch = host.driver_branch or max(need.branch, card_branch)
     cuda = service.engine.image_of(service.version).cuda
     return {
+        "source": host.decl.rig_driver.source if host.decl.rig_driver else "none",
         "branch": branch,
         "version": host.driver,
         "installed": host.facts.driver_version,

@@ -61,8 +61,21 @@ class GpuClaim(Declared):
 class DriverClaim(Declared):
     """The driver the host has or shall keep. Absent: the plan names the branch to install."""
 
+    source: Literal["none", "distro"] = Field(
+        "none", description="distro: specrig installs it from the distribution's archive; none: it is yours"
+    )
     branch: int | None = Field(None, ge=390, le=999)
     version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$", description='for example "580.159.03"')
+
+
+class ToolkitDecl(Declared):
+    """NVIDIA's container toolkit, installed by specrig. Absent: what is there is used, through `--gpus`."""
+
+    repository_url: str = Field(pattern=r"^https?://[^\s]+$", description="as NVIDIA's installation page gives it")
+    repository_key_url: str = Field(pattern=r"^https?://[^\s]+$")
+    repository_key_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    version: str = Field("", pattern=r"^[0-9a-z.+~-]*$", description="for example 1.17.8-1; empty: the newest")
+    mode: Literal["auto", "cdi", "runtime"] = "auto"
 
 
 class ModelRef(Declared):
@@ -109,6 +122,7 @@ class HostDecl(Declared):
     rig_profile: str | None = None
     rig_gpus: list[GpuClaim] | None = Field(None, max_length=16)
     rig_driver: DriverClaim | None = None
+    rig_container_toolkit: ToolkitDecl | None = None
     rig_models_root: str = Field(
         "/srv/models",
         pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
@@ -127,6 +141,9 @@ class HostDecl(Declared):
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
+    )
+    rig_preflight_ignore: list[Annotated[str, Field(pattern=r"^[A-Z0-9_]+$")]] = Field(
+        [], max_length=32, description="refusals of preflight that you accept for this host"
     )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
     rig_hub_token: Any = Field(None, description="vaulted; for gated models, used while staging only")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specrig.console import CannotRun, say
+from specrig.host import findings
 from specrig.host.errors import CODES as RIG_CODES
 from specrig.plan import refusals
 
@@ -20,12 +21,16 @@ def run(options: argparse.Namespace) -> int:
     """Print one code's page, or the list."""
     if options.code is None:
         titles = {code: entry.title for code, entry in refusals.CODES.items()} | RIG_CODES
+        titles |= {code: entry.title for code, entry in findings.CODES.items()}
         for code, title in sorted(titles.items()):
             say(f"{code:<28} {title}")
         return 0
     code = options.code.upper()
     if code in refusals.CODES:
         say(refusals.explain(code))
+    elif code in findings.CODES:
+        found = findings.CODES[code]
+        say(f"{code} ({found.level} of preflight): {found.title}\n\nFix: {found.fix}")
     elif code in RIG_CODES:
         say(
             f"{code}: {RIG_CODES[code]}\nSaid by the program on the rig; the message beside it names the figures and the next step."

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 
 from specrig.console import complain
-from specrig.lab import Lab, LabError, cleanup, engine, hosts, rigs
+from specrig.lab import Lab, LabError, cards, cleanup, engine, hosts, rigs
 from specrig.lab.images import DISTRIBUTIONS
 
 
@@ -36,6 +36,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     ssh.add_argument("name", metavar="NAME")
     ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
 
+    plug = actions.add_parser(
+        "cards", parents=[shared], help="let a host look as if it had these cards: lspci sees them, no driver does"
+    )
+    plug.add_argument("name", metavar="NAME")
+    plug.add_argument("cards", nargs="*", metavar="CARD", help="names of catalog/gpus.yml; none takes them out")
+
     listing = actions.add_parser("list", parents=[shared], help="all hosts of all labs")
     listing.add_argument("--json", action="store_true")
 
@@ -46,7 +52,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Carry out one action; 0 fine, 1 a named host was not there. Raises LabError."""
-    done: int = {"up": _up, "ssh": _ssh, "list": _list, "down": _down}[args.action](args)
+    done: int = {"up": _up, "ssh": _ssh, "cards": _cards, "list": _list, "down": _down}[args.action](args)
     return done
 
 
@@ -58,13 +64,24 @@ def _up(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ssh(args: argparse.Namespace) -> int:
-    found = [host for host in Lab(args.lab, args.yes).hosts() if host.name == args.name]
+def _running(lab: Lab, name: str) -> hosts.Host:
+    found = [host for host in lab.hosts() if host.name == name]
     if not found or found[0].status != "running":
         state = found[0].status if found else "not there"
-        raise LabError("LAB_HOST_ABSENT", f"{args.name} is {state}", f"./rig lab up {args.name}")
-    command = hosts.ssh_command(found[0], args.command)
+        raise LabError("LAB_HOST_ABSENT", f"{name} is {state}", f"./rig lab up {name}")
+    return found[0]
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    command = hosts.ssh_command(_running(Lab(args.lab, args.yes), args.name), args.command)
     os.execvp(command[0], command)  # noqa: S606 - a list, no shell
+
+
+def _cards(args: argparse.Namespace) -> int:
+    lab = Lab(args.lab, args.yes)
+    cards.plug(lab.client.containers.get(_running(lab, args.name).container), args.cards)
+    print(f"{args.name} looks like a machine with {', '.join(args.cards) or 'no cards'}")
+    return 0
 
 
 def _list(args: argparse.Namespace) -> int:

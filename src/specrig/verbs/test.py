@@ -16,7 +16,9 @@ Command = list[str]
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
-    verb = verbs.add_parser("test", help="run the tests: " + ", ".join(PARTS))
+    verb = verbs.add_parser(
+        "test", help="run the tests: " + ", ".join(PARTS) + "; on request: " + ", ".join(ON_REQUEST)
+    )
     verb.add_argument("parts", nargs="*", metavar="PART", help="default: all of them, in this order")
     verb.set_defaults(run=run)
 
@@ -48,10 +50,23 @@ def contract() -> list[Command]:
     return [python("pytest", "tests/contract")]
 
 
+# Scenarios that take longer than a change should wait for: `./rig test nightly`.
+NIGHTLY = {"nvidia_container_toolkit_lifecycle", "nvidia_driver_lifecycle"}
+
+
+def scenarios() -> list[str]:
+    """All Molecule scenarios, by name."""
+    return sorted(p.parent.name for p in (runner.ROOT / "molecule").glob("*/molecule.yml"))
+
+
 def molecule() -> list[Command]:
     """Each role on throw-away hosts; a scenario without hosts fails."""
-    scenarios = sorted(p.parent.name for p in (runner.ROOT / "molecule").glob("*/molecule.yml"))
-    return [[runner.tool("molecule"), "test", "-s", name] for name in scenarios]
+    return [[runner.tool("molecule"), "test", "-s", name] for name in scenarios() if name not in NIGHTLY]
+
+
+def nightly() -> list[Command]:
+    """The long scenarios."""
+    return [[runner.tool("molecule"), "test", "-s", name] for name in scenarios() if name in NIGHTLY]
 
 
 def e2e() -> list[Command]:
@@ -66,18 +81,20 @@ PARTS: dict[str, Callable[[], list[Command]]] = {
     "molecule": molecule,
     "e2e": e2e,
 }
+ON_REQUEST: dict[str, Callable[[], list[Command]]] = {"nightly": nightly}
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the parts; go on after a failure, say at the end what failed and how long each took."""
-    unknown = [part for part in options.parts if part not in PARTS]
+    known = PARTS | ON_REQUEST
+    unknown = [part for part in options.parts if part not in known]
     if unknown:
         raise CannotRun(
-            f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(PARTS)}", "UNKNOWN_PART"
+            f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(known)}", "UNKNOWN_PART"
         )
     results: list[tuple[str, bool, float]] = []
     for part in options.parts or PARTS:
-        for command in PARTS[part]():
+        for command in known[part]():
             title = f"{part}: {' '.join(word.rpartition('/')[2] or word for word in command)}"
             say(f"\n══ {title}")
             begin = time.monotonic()

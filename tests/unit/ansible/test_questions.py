@@ -61,17 +61,18 @@ def test_facts_of_the_distribution(text: str, said: tuple[str, ...]) -> None:
 
 def test_what_dpkg_calls_installed() -> None:
     listing = (
-        "ii docker.io\n"
-        "hi linux-image-amd64\n"  # held
-        "rc docker-cli\n"  # removed, its configuration is left
-        "un podman\n"
-        "pn runc\n"
-        "iF half-configured\n"
-        "iU unpacked\n"
-        "iHRhalf-installed\n"
+        "ii docker.io=26.1.5+dfsg1-9+b9\n"
+        "hi linux-image-amd64=6.12.57-1\n"  # held
+        "rc docker-cli=26.1.5+dfsg1-9+b9\n"  # removed, its configuration is left
+        "un podman=\n"
+        "pn runc=\n"
+        "iF half-configured=1\n"
+        "iU unpacked=1\n"
+        "iHRhalf-installed=1\n"
         "\n"
     )
-    assert installed(listing) == {"docker.io", "linux-image-amd64"}
+    names = {"docker.io", "linux-image-amd64"}
+    assert installed(listing) == names | {"docker.io=26.1.5+dfsg1-9+b9", "linux-image-amd64=6.12.57-1"}
     assert installed("") == set()
 
 
@@ -91,3 +92,8 @@ def test_what_dpkg_calls_installed() -> None:
 )
 def test_a_unit_is_as_wanted(properties: str, wanted: bool) -> None:
     assert as_wanted(properties) is wanted
+
+
+def test_a_unit_that_cannot_run_yet_is_enabled_only() -> None:
+    assert as_wanted("UnitFileState=enabled\nActiveState=inactive\n", running=False)
+    assert not as_wanted("UnitFileState=disabled\nActiveState=active\n", running=False)

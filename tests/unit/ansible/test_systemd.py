@@ -74,8 +74,9 @@ def action() -> Any:
     )
 
 
-def unit(action: Any, service: dict[str, Any]) -> str:
-    text = action._render("etc/systemd/system/specrig-service.service.j2", {"vars": {"service": service}}, {})
+def unit(action: Any, service: dict[str, Any], gpu_access: str = "runtime") -> str:
+    scope = {"service": service, "gpu_access": gpu_access}
+    text = action._render("etc/systemd/system/specrig-service.service.j2", {"vars": scope}, {})
     assert isinstance(text, str)
     return text
 
@@ -106,6 +107,9 @@ def test_cards_are_named_to_docker_in_its_own_quotes(action: Any) -> None:
     service = planned(r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 2}]}, tensor_parallel=2))
     command = start(unit(action, service))
     assert command[command.index("--gpus") + 1] == '"device=0,1"'
+    command = start(unit(action, {**service, "gpus": ["GPU-a", 1]}, "cdi"))
+    named = [after for word, after in pairwise(command) if word == "--device"]
+    assert named == ["nvidia.com/gpu=GPU-a", "nvidia.com/gpu=1"] and "--gpus" not in command
 
 
 @pytest.mark.parametrize("value", HOSTILE)

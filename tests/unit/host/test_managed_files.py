@@ -127,6 +127,20 @@ def test_merge_keeps_other_keys_and_refuses_what_is_not_json(put: Any, tmp_path:
     assert path.read_text() == "{broken"
 
 
+def test_merge_reaches_into_objects_and_leaves_a_persons_own_keys_there(put: Any, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.json"
+    theirs = {"features": {"buildkit": True}, "runtimes": {"crun": {"path": "/usr/bin/crun"}}, "dns": ["192.0.2.1"]}
+    path.write_text(json.dumps(theirs))
+    for content in ({"features": {"cdi": True}}, {"runtimes": {"nvidia": {"path": "n"}}}, {"dns": ["192.0.2.2"]}):
+        assert put(files=[{"dest": path, "content": json.dumps(content), "merge": True}])["changed"]
+        assert not put(files=[{"dest": path, "content": json.dumps(content), "merge": True}])["changed"]
+    assert json.loads(path.read_text()) == {
+        "features": {"buildkit": True, "cdi": True},
+        "runtimes": {"crun": {"path": "/usr/bin/crun"}, "nvidia": {"path": "n"}},
+        "dns": ["192.0.2.2"],
+    }
+
+
 def test_a_link_is_replaced_and_its_target_left(put: Any, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     (tmp_path / "link").symlink_to("target")

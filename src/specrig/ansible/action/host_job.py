@@ -6,6 +6,9 @@
         argv: [stage, "-"]             # the verb and its arguments
         stdin: "{{ stage_job }}"       # optional document, sent as JSON through the connection, never in argv
 
+With `carry: true` the program travels through the connection and runs from memory: nothing has to be on the host, and
+nothing is left there. For quick verbs that only read (then `id` is not needed).
+
 Returns changed, msg and `result`, the verb's own document. In check mode the verb's quick check runs and nothing else.
 """
 
@@ -22,6 +25,7 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from specrig.host import PROGRAM
+from specrig.host.build import build
 
 display = Display()
 
@@ -30,6 +34,16 @@ POLL_S = 2.0
 EVERY_S = 5.0
 # Polls in a row that may find the host unreachable before we give up; the job itself goes on.
 LOST_POLLS = 15
+# Takes the program's bytes from standard input into memory and becomes it; what follows them is the program's own input.
+CARRIER = """
+import os, sys
+left = int(sys.argv[1])
+program = os.memfd_create("specrig-host", 0)
+while left:
+    data = os.read(0, min(left, 65536)) or sys.exit("the program did not arrive whole")
+    left -= os.write(program, data)
+os.execv(sys.executable, [sys.executable, f"/proc/self/fd/{program}", *sys.argv[2:]])
+"""
 
 
 def parse(stdout: str) -> dict[str, Any] | None:
@@ -63,16 +77,19 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         super().run(tmp, task_vars)
         _, args = self.validate_argument_spec(
             argument_spec={
-                "id": {"type": "str", "required": True},
+                "id": {"type": "str", "default": "carried"},
                 "argv": {"type": "list", "elements": "str", "required": True},
                 "stdin": {"type": "dict"},
                 "program": {"type": "str", "default": PROGRAM},
+                "carry": {"type": "bool", "default": False},
             }
         )
         host = (task_vars or {}).get("inventory_hostname", "")
         name, verb, check = args["id"], args["argv"][0], bool(self._task.check_mode)
         self._program = args["program"]
         stdin = "" if args["stdin"] is None else json.dumps(args["stdin"])
+        if args["carry"]:
+            return self._outcome(self._carry(args["argv"], stdin), verb)
         options = ["--check"] if check else []
         answer = self._call(["job", "run", "--id", name, *options, "--", *args["argv"]], stdin)
         if answer.get("absent"):
@@ -115,6 +132,16 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if answer is None:
             words = (done["stderr"] or done["stdout"]).strip()[-500:]
             raise AnsibleActionFail(f"{argv[0]}: no answer from {self._program} (status {done['rc']}): {words}")
+        return answer
+
+    def _carry(self, argv: list[str], stdin: str) -> dict[str, Any]:
+        program = build()
+        command = f"python3 -c {shlex.quote(CARRIER)} {len(program)} {shlex.join(argv)}"
+        done = self._low_level_execute_command(command, in_data=program + stdin.encode())
+        answer = parse(done["stdout"])
+        if answer is None:
+            words = (done["stderr"] or done["stdout"]).strip()[-500:]
+            raise AnsibleActionFail(f"{argv[0]}: no answer (status {done['rc']}): {words}")
         return answer
 
     @staticmethod

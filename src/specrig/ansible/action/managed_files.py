@@ -13,7 +13,8 @@
 `src` is looked up under the repository's templates/ (else as Ansible's template does) and rendered with the same
 semantics: trim_blocks on, lstrip_blocks off, one trailing newline kept. `vars` are added to the template's variables.
 Also per file: mode (0644; 0600 when secret), owner and group (who connects, root under become), backup (of a file that
-we did not write), if_missing (an existing content stays), merge (a JSON object whose keys are set in the file there).
+we did not write), if_missing (an existing content stays), merge (a JSON object whose
+keys are set in the file there; objects within it likewise).
 Returns changed, changed_files (destinations, directories, removed paths), backups ({dest: copy}), and a diff of what is
 not secret.
 """
@@ -34,6 +35,7 @@ from ansible.plugins.action import ActionBase
 from ansible.template import trust_as_template
 
 from specrig.ansible.ask import ask
+from specrig.ansible.modules.managed_files import overlay
 from specrig.host.build import build
 
 TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
@@ -89,7 +91,7 @@ def holds(item: dict[str, Any], there: str) -> bool:
         content = json.loads(base64.b64decode(there))
     except ValueError:
         return False
-    return isinstance(content, dict) and content == {**content, **json.loads(data)}
+    return isinstance(content, dict) and content == overlay(content, json.loads(data))
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]

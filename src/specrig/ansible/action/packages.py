@@ -2,9 +2,10 @@
 
     - name: Docker | packages
       packages:
-        name: [docker.io, docker-cli]
+        name: [docker.io, docker-cli]      # or name=version, also of an older one
         state: present            # or absent
 
+Returns changed, packages (what was to do) and new (those of them that were there in no version).
 Check mode says what would be installed without python3-apt and without package lists on the host, which a bare machine has not.
 """
 
@@ -22,8 +23,9 @@ CACHE_VALID_S = 3600
 
 
 def installed(listing: str) -> set[str]:
-    """Names of the packages that `dpkg-query -W -f '${db:Status-Abbrev}${Package}\\n'` calls installed (held ones too)."""
-    return {line[3:].strip() for line in listing.splitlines() if line[1:2] == "i"}
+    """Packages that `dpkg-query -W -f '${db:Status-Abbrev}${Package}=${Version}\\n'` calls installed (held ones too): name and name=version."""
+    there = {line[3:].strip() for line in listing.splitlines() if line[1:2] == "i"}
+    return there | {entry.partition("=")[0] for entry in there}
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -42,7 +44,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
             }
         )
-        query = f"dpkg-query --show --showformat='${{db:Status-Abbrev}}${{Package}}\\n' {shlex.join(args['name'])} 2>/dev/null || true"
+        names = [name.partition("=")[0] for name in args["name"]]
+        query = f"dpkg-query --show --showformat='${{db:Status-Abbrev}}${{Package}}=${{Version}}\\n' {shlex.join(names)} 2>/dev/null || true"
         there = installed(ask(self, query))
         present = args["state"] == "present"
         todo = [name for name in args["name"] if (name in there) != present]
@@ -52,9 +55,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         options = (
             {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False} if present else {}
         )
+        if present and any("=" in name for name in todo):
+            options["allow_downgrade"] = True
         result: dict[str, Any] = self._execute_module(
             module_name="ansible.builtin.apt",
             module_args={"name": todo, "state": args["state"], "lock_timeout": LOCK_TIMEOUT_S, **options},
             task_vars=task_vars,
         )
-        return result | {"packages": todo, "diff": diff}
+        new = [name for name in todo if name.partition("=")[0] not in there] if present else []
+        return result | {"packages": todo, "new": new, "diff": diff}

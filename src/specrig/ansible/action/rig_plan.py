@@ -1,6 +1,7 @@
 """Action: plan hosts on the controller, from their inventory variables and the model lock beside the inventory. Opens no connection.
 
 - rig_plan:                                   # the current host: sets the fact `rig_plan`, or fails with the refusals
+- rig_plan: {unlocked: true}             # the same, with models that are not locked yet: enough to look, not to apply
 - rig_plan: {hosts: "{{ groups['rigs'] }}"}   # these hosts: returns `plans`, refused ones too, and fails for nothing
 """
 
@@ -37,14 +38,22 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Return the plan as a fact, the refusals as the failure, or the plans of the hosts that are asked for."""
         result: dict[str, Any] = super().run(tmp, task_vars)
         variables = task_vars or {}
-        _, args = self.validate_argument_spec(argument_spec={"hosts": {"type": "list", "elements": "str"}})
+        _, args = self.validate_argument_spec(
+            argument_spec={
+                "hosts": {"type": "list", "elements": "str"},
+                "unlocked": {"type": "bool", "default": False},
+            }
+        )
         if args["hosts"] is not None:
             plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]})
             return result | {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
         name = variables["inventory_hostname"]
         plan = self.plans({name: variables})[name].as_json()
         unlocked = [w for w in plan["warnings"] if w["code"] == "MODEL_UNLOCKED"]
-        refusals = [*plan["refusals"], *unlocked]  # what is not locked can be planned, but there is nothing to stage
+        refusals = [
+            *plan["refusals"],
+            *([] if args["unlocked"] else unlocked),
+        ]  # what is not locked can be planned, but there is nothing to stage
         if refusals:
             words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
             return result | {"failed": True, "msg": words}

@@ -3,6 +3,7 @@
     - name: Docker | service
       units:
         name: docker.service
+        running: true             # false: only enabled, for a unit that cannot run yet
 
 With `newer_than: [FILE…]` nothing is done: the task is "changed" when the unit has been running since before one of the files
 was written, so that it can notify a handler. In check mode a unit that is not there yet counts as one that would be started.
@@ -18,10 +19,10 @@ from ansible.plugins.action import ActionBase
 from specrig.ansible.ask import ask
 
 
-def as_wanted(properties: str) -> bool:
-    """Whether `systemctl show` output says enabled, running and not masked."""
+def as_wanted(properties: str, running: bool = True) -> bool:
+    """Whether `systemctl show` output says enabled, not masked, and (where that is wanted) running."""
     values = dict(line.partition("=")[::2] for line in properties.splitlines())
-    return (values.get("UnitFileState"), values.get("ActiveState")) == ("enabled", "active")
+    return values.get("UnitFileState") == "enabled" and (not running or values.get("ActiveState") == "active")
 
 
 # systemd's monotonic clock is Python's: wall clocks jump, and whole seconds would miss a file written in the second of the start.
@@ -49,16 +50,21 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Ask, and only where something is to do, act."""
         super().run(tmp, task_vars)
         _, args = self.validate_argument_spec(
-            argument_spec={"name": {"type": "str", "required": True}, "newer_than": {"type": "list", "elements": "str"}}
+            argument_spec={
+                "name": {"type": "str", "required": True},
+                "running": {"type": "bool", "default": True},
+                "newer_than": {"type": "list", "elements": "str"},
+            }
         )
         if args["newer_than"] is not None:
             return {"changed": ask(self, older_script(args["name"], args["newer_than"])).strip() == "older"}
         query = f"systemctl show --property=UnitFileState,ActiveState {shlex.quote(args['name'])}"
-        if as_wanted(ask(self, query)):
+        if as_wanted(ask(self, query), args["running"]):
             return {"changed": False}
         if self._task.check_mode:
             return {"changed": True}
-        options = {"name": args["name"], "enabled": True, "masked": False, "state": "started"}
+        options = {"name": args["name"], "enabled": True, "masked": False}
+        options |= {"state": "started"} if args["running"] else {}
         result: dict[str, Any] = self._execute_module(
             module_name="ansible.builtin.systemd_service", module_args=options, task_vars=task_vars
         )

@@ -228,6 +228,14 @@ def write_record(path: Path, record: dict[str, str]) -> None:
     scratch.replace(path)
 
 
+def overlay(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """`there` with the keys of `wanted` set; objects in both are merged likewise, anything else is replaced."""
+    both = {
+        k: overlay(there[k], v) for k, v in wanted.items() if isinstance(v, dict) and isinstance(there.get(k), dict)
+    }
+    return {**there, **wanted, **both}
+
+
 def merged(file: File) -> bytes:
     """The content to write for a JSON file that others write to as well: what is there, with our keys set.
 
@@ -242,7 +250,7 @@ def merged(file: File) -> bytes:
         raise Refused(f"{file.dest} is not valid JSON ({error}): correct it by hand; it was left as it is") from None
     if not isinstance(there, dict):
         raise Refused(f"{file.dest} is not a JSON object: correct it by hand; it was left as it is")
-    wanted = {**there, **json.loads(file.data)}
+    wanted = overlay(there, json.loads(file.data))
     return old if wanted == there else (json.dumps(wanted, indent=2) + "\n").encode()
 
 

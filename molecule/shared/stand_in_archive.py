@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Makes a signed, flat apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
+
+Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, files: {path: text}}]}. Prints the key's SHA-256.
+Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LABEL = "STAND-IN for tests of specrig; not NVIDIA's package"
+
+
+def deb(root: Path, package: dict) -> dict:
+    """Build one package; its paragraph of the index."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch)
+        control = {
+            "Package": package["name"],
+            "Version": package["version"],
+            "Architecture": "amd64",
+            "Maintainer": "nobody <nobody@localhost>",
+            "Description": LABEL,
+        }
+        control.update(
+            {field: package[field.lower()] for field in ("Depends", "Conflicts") if package.get(field.lower())}
+        )
+        (tree / "DEBIAN").mkdir()
+        text = "".join(f"{key}: {value}\n" for key, value in control.items())
+        (tree / "DEBIAN/control").write_text(text)
+        if package.get("postinst"):
+            (tree / "DEBIAN/postinst").write_text(package["postinst"])
+            (tree / "DEBIAN/postinst").chmod(0o755)
+        for name, content in package.get("files", {}).items():
+            path = tree / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+            path.chmod(0o755 if "/bin/" in name or "/sbin/" in name else 0o644)
+        file = f"{package['name']}_{package['version']}_amd64.deb"
+        subprocess.run(
+            ["dpkg-deb", "--root-owner-group", "--build", tree, root / file], check=True, stdout=subprocess.DEVNULL
+        )
+    data = (root / file).read_bytes()
+    return {**control, "Filename": f"./{file}", "Size": len(data), "SHA256": hashlib.sha256(data).hexdigest()}
+
+
+def main() -> None:
+    """Packages, index, Release, signature, key."""
+    wanted = json.load(sys.stdin)
+    root = Path(wanted["root"])
+    root.mkdir(parents=True, exist_ok=True)
+    os.environ["GNUPGHOME"] = str(root.with_name(f"{root.name}-gnupg"))
+    home = Path(os.environ["GNUPGHOME"])
+    if "rotate" in sys.argv[1:]:
+        subprocess.run(["rm", "-rf", home], check=True)
+    if not home.exists():
+        home.mkdir(mode=0o700)
+        options = ["--batch", "--pinentry-mode", "loopback", "--passphrase", ""]
+        subprocess.run(
+            ["gpg", *options, "--quick-generate-key", LABEL, "ed25519", "sign", "0"], check=True, capture_output=True
+        )
+    rows = [deb(root, package) for package in wanted["packages"]]
+    index = "\n".join("".join(f"{key}: {value}\n" for key, value in row.items()) for row in rows).encode()
+    (root / "Packages").write_bytes(index)
+    (root / "Packages.gz").write_bytes(gzip.compress(index))
+    sums = [
+        (hashlib.sha256(data := (root / name).read_bytes()).hexdigest(), len(data), name)
+        for name in ("Packages", "Packages.gz")
+    ]
+    date = subprocess.run(["date", "--utc", "--rfc-email"], check=True, capture_output=True, text=True).stdout
+    release = f"Origin: stand-in\nDate: {date}SHA256:\n" + "".join(
+        f" {digest} {size} {name}\n" for digest, size, name in sums
+    )
+    (root / "Release").write_text(release)
+    subprocess.run(["gpg", "--batch", "--yes", "--clearsign", "-o", root / "InRelease", root / "Release"], check=True)
+    key = subprocess.run(["gpg", "--armor", "--export"], check=True, capture_output=True).stdout
+    (root / "key.asc").write_bytes(key)
+    print(hashlib.sha256(key).hexdigest())
+
+
+main()
