@@ -48,6 +48,17 @@ def test_active_means_a_completion_works(rig: Rig) -> None:
     assert rig.complete() is not None, "active, but no completion"
 
 
+def test_interrupted_between_writing_and_restarting(rig: Rig) -> None:
+    """A unit that is newer than its process: status says so, and the next `up` restarts it although no file changes."""
+    before = rig.engine_pid()
+    rig.must("touch", f"/etc/systemd/system/{UNIT}")
+    status = rig.rig("status")
+    assert status.returncode == 1 and "settings from before" in status.stdout, status.stdout
+    assert rig.rig("up").returncode == 0
+    assert rig.engine_pid() != before
+    assert rig.rig("status").returncode == 0
+
+
 def test_killed_engine_comes_back(rig: Rig) -> None:
     before = rig.engine_pid()
     rig.must("pkill", "-9", "-f", "[v]llm serve /models/target")

@@ -294,7 +294,8 @@ def replace(files: list[File], record: dict[str, str]) -> dict[str, str]:
             validate(file, scratch)
         for file, scratch in scratches:
             old, name = current(file.dest), str(file.dest)
-            ours = old is not None and record.get(name) == hashlib.sha256(old).hexdigest()
+            # A merged file holds others' keys too, and is what a failed restart goes back to: it is always kept.
+            ours = not file.merge and old is not None and record.get(name) == hashlib.sha256(old).hexdigest()
             if file.backup and old not in (None, file.data) and not ours:
                 backups[name] = f"{name}.{time.strftime('%Y%m%dT%H%M%S')}.specrig~"
                 shutil.copy2(name, backups[name])
