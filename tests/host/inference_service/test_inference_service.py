@@ -75,6 +75,11 @@ def test_active_enabled_and_completing(host: Any, services: list[Service]) -> No
         output(host, HOST_PROGRAM, *ready)
 
 
+def test_runs_with_what_is_on_the_disk(services: list[Service]) -> None:
+    """A play that was interrupted between writing and restarting is seen here, and put right by the next `up`."""
+    assert not [service["unit"] for service in services if service["stale"]]
+
+
 def test_one_supervisor(host: Any, services: list[Service]) -> None:
     """systemd restarts the service; Docker must not try as well."""
     for service in services:
