@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,22 @@ def output(host: Any, *command: str) -> str:
     assert done.rc == 0, f"{' '.join(command)}: {done.stderr or done.stdout}"
     text: str = done.stdout
     return text
+
+
+# Roles that a rig may be without. Where there is no applied plan (a role alone, in Molecule), all its checks run.
+OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "nvidia_driver": lambda plan: plan["driver"].get("source") == "distro",
+    "nvidia_container_toolkit": lambda plan: bool(plan["host"].get("container_toolkit")),
+}
+
+
+@pytest.fixture(autouse=True)
+def only_what_is_planned(request: pytest.FixtureRequest, host: Any) -> None:
+    """Skip the checks of a role that the rig's applied plan does not have."""
+    role = request.path.parent.name
+    plan = host.file("/etc/specrig/plan.json")
+    if role in OPTIONAL and plan.exists and not OPTIONAL[role](json.loads(plan.content_string)):
+        pytest.skip(f"{role} is not in this rig's plan")
 
 
 @pytest.fixture
