@@ -118,8 +118,7 @@ def start(
     if check:
         return {"changed": True, "unit": unit, "state": before["ActiveState"], "seconds": 0.0}
     begin, clock = time.time(), time.monotonic()
-    if before["ActiveState"] == "failed":  # a person's (or a play's) start is a new try: clear the restart budget
-        units.run("systemctl", "reset-failed", unit)
+    units.run("systemctl", "reset-failed", unit)  # a person's (or a play's) start is a new try: clear the restart budget
     verb = "restart" if restart else "start"
     done = units.run("systemctl", verb, "--no-block", unit)
     if done.returncode != 0:
@@ -131,7 +130,7 @@ def start(
         )
     lines: list[units.Line] = []
     phase, detail, cursor, restarts = "starting", "", "", 0
-    base = int(before.get("NRestarts") or 0)
+    base = 0  # reset-failed has cleared the count
     while True:
         now = _state(unit)  # before the journal: the lines that explain a state are older than it
         seconds = round(time.monotonic() - clock, 1)

@@ -97,7 +97,7 @@ def test_phases_come_from_the_engines_own_lines(play: Any) -> None:
         {"show": show("activating", "start-post", Job="7"), "lines": [["Capturing CUDA graphs: 10%", "now"]]},
         {"show": show("active", "running")},
     )
-    assert result["changed"] is True and calls == [f"start --no-block {UNIT}"]
+    assert result["changed"] is True and calls == [f"reset-failed {UNIT}", f"start --no-block {UNIT}"]
     phases = [(phase, message) for phase, _, _, message in progress.seen]
     assert ("loading weights", "1/2 shards") in phases
     assert ("capturing graphs", "activating/start-post") in phases
@@ -111,7 +111,7 @@ def test_active_with_a_waiting_job_is_not_the_end(play: Any) -> None:
         {"show": show("active", "running")},
         restart=True,
     )
-    assert result["changed"] is True and calls == [f"restart --no-block {UNIT}"]
+    assert result["changed"] is True and calls == [f"reset-failed {UNIT}", f"restart --no-block {UNIT}"]
 
 
 def test_a_failure_brings_this_starts_lines_and_no_secret(play: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_restart_count_from_before_does_not_count(play: Any) -> None:
     assert play(before, *steps, {"show": show("active", "running", 0)}, restart=True)[0]["restarts"] == 0
 
 
-def test_a_failed_unit_gets_a_new_budget(play: Any) -> None:
+def test_each_start_gets_a_new_budget(play: Any) -> None:
     _, calls, _ = play({"show": show("failed", "failed")}, {"show": show("active", "running")})
     assert calls == [f"reset-failed {UNIT}", f"start --no-block {UNIT}"]
 
