@@ -130,7 +130,7 @@ def start(
         )
     lines: list[units.Line] = []
     phase, detail, cursor, restarts = "starting", "", "", 0
-    base = 0  # reset-failed has cleared the count
+    base = int(before.get("NRestarts") or 0)
     while True:
         now = _state(unit)  # before the journal: the lines that explain a state are older than it
         seconds = round(time.monotonic() - clock, 1)
