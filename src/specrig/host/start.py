@@ -118,7 +118,9 @@ def start(
     if check:
         return {"changed": True, "unit": unit, "state": before["ActiveState"], "seconds": 0.0}
     begin, clock = time.time(), time.monotonic()
-    units.run("systemctl", "reset-failed", unit)  # a person's (or a play's) start is a new try: clear the restart budget
+    units.run(
+        "systemctl", "reset-failed", unit
+    )  # a person's (or a play's) start is a new try: clear the restart budget
     verb = "restart" if restart else "start"
     done = units.run("systemctl", verb, "--no-block", unit)
     if done.returncode != 0:
