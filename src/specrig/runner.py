@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -57,7 +58,14 @@ def lock_path(inventory: Path) -> Path:
 def playbook(name: str, inventory: Path, arguments: Sequence[str] = (), extra: Mapping[str, str] | None = None) -> int:
     """Run `playbooks/<name>.yml`; its output is the person's output. Returns Ansible's exit code."""
     command = [tool("ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks" / f"{name}.yml"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(extra), check=False).returncode
+    with subprocess.Popen(command, cwd=ROOT, env=environment(extra)) as run:
+        try:
+            return run.wait()
+        except KeyboardInterrupt:
+            # The terminal has interrupted Ansible as well: let it end its tasks. Killing it here would leave half of one.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(timeout=30)
+            raise
 
 
 def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -125,8 +126,8 @@ def run(name: str, argv: list[str], stdin: str) -> dict[str, Any]:
             if (_read(files.path("job")) or {}).get("fingerprint") != print_:
                 raise HostError(
                     "JOB_BUSY",
-                    f"job {name} is running with other arguments",
-                    f"wait for it, or systemctl stop specrig-job-{name}",
+                    f"job {name} is running on {socket.gethostname()} with other arguments",
+                    f"wait for it, or there: sudo systemctl stop specrig-job-{name}",
                 )
         else:
             for kind in ("result", "json", "log"):

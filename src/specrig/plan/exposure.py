@@ -100,7 +100,8 @@ def _judged(s: Service, word: str) -> Iterator[Finding]:
         return positive in flags or (not real and len(flag) > 4 and any(one.startswith(flag) for one in flags))
 
     if names(_SECRET_FLAGS):
-        yield finding("SECRET_IN_ARGS", f"extra_args has {flag}: every user of the host can read arguments")
+        fix = "rig_hub_token: it is used while staging only" if positive.startswith("--hf") else ""
+        yield finding("SECRET_IN_ARGS", f"extra_args has {flag}: every user of the host can read arguments", fix)
     elif names(_PARALLEL_FLAGS):
         yield finding(
             "PARALLELISM_UNSUPPORTED", f"extra_args has {flag}: the memory account knows tensor_parallel only"
@@ -123,6 +124,10 @@ def arguments_are_ours(s: Service) -> Iterator[Finding]:
             "ARG_POSITIONAL", f"extra_args begins with {show(s.decl.extra_args[0])}, which would be a second model"
         )
     yield from (found for word in s.decl.extra_args if _FLAG.match(word) for found in _judged(s, word))
+    if any(word.replace("_", "-") == "--trust-remote-code" for word in s.decl.extra_args):
+        yield finding(
+            "REMOTE_CODE", "extra_args has --trust-remote-code: Python from the model's repository runs in the engine"
+        )
     words = [part for word in s.decl.extra_args for part in word.split("=", 1)]
     if s.cuda and any(a in ("--quantization", "-q") and b == _FORCED_SLOW for a, b in pairwise(words)):
         yield finding(

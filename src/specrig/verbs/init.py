@@ -21,6 +21,8 @@ from specrig.plan import catalog
 # Neither part begins with a dash: ssh would take it for an option.
 HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._][A-Za-z0-9._-]*)@)?(?P<address>[A-Za-z0-9:][A-Za-z0-9:._-]*)")
 
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
@@ -112,10 +114,13 @@ def run(options: argparse.Namespace) -> int:
         )
     data, hosts = read_inventory(path)
     name = options.name or re.sub(r"[^a-z0-9-]", "-", matched["address"].lower())
+    if not NAME.fullmatch(name):
+        raise CannotRun(f"{name!r} is no name for a host", "--name with letters, digits, '.', '_' and '-'", "BAD_HOST")
     if name in hosts and not confirm(f"{name} is in {path} already. Replace it?", yes=options.yes):
         raise CannotRun(f"{name} is in {path} already", "give another --name, or --yes to replace it", "HOST_EXISTS")
+    backup = path.with_suffix(path.suffix + ".bak")
     if path.exists():
-        shutil.copy2(path, path.with_suffix(path.suffix + ".bak"))
+        shutil.copy2(path, backup)
     hosts[name] = (
         (hosts.get(name) or {})
         | {"ansible_host": matched["address"], "rig_profile": profile}
@@ -123,6 +128,6 @@ def run(options: argparse.Namespace) -> int:
     )
     write_atomically(path, yaml.safe_dump(data, sort_keys=False))
     with_inventory = f" -i {options.inventory}" if options.inventory else ""
-    say(f"wrote {name} ({profile}) to {path}")
+    say(f"wrote {name} ({profile}) to {path}" + (f"; as it was, comments too: {backup}" if backup.exists() else ""))
     say(f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}")
     return 0
