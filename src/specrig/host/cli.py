@@ -15,7 +15,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import specrig
-from specrig.host import bundle, driver, job, keep, manifest, pad, preflight, pull, ready, share, stage, start, status
+from specrig.host import (
+    bundle,
+    cuda,
+    driver,
+    job,
+    keep,
+    manifest,
+    pad,
+    preflight,
+    pull,
+    ready,
+    share,
+    stage,
+    start,
+    status,
+)
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
 from specrig.host.progress import Progress
 
@@ -64,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("driver", help="install or remove the distribution's NVIDIA driver")
     one.add_argument("job", help="the job as a JSON file, or - for standard input")
     one.add_argument("--check", action="store_true", help="only say what would be done")
+    one = verbs.add_parser("cuda-check", help="does CUDA work, here or in a container", description=cuda.__doc__)
+    cuda.add_arguments(one)
+    one.add_argument("--container", help="check within this running container; its image needs python3")
     jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
     one = jobs.add_parser("run", help="quick check, then start or attach")
     one.add_argument("--id", required=True)
@@ -164,6 +182,11 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return driver.driver(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":
         return preflight.preflight(_document(args.wanted, stdin))
+    if args.verb == "cuda-check":
+        try:
+            return cuda.in_container(args) if args.container else cuda.cuda_check(args)
+        except cuda.CudaError as error:
+            raise HostError(status=error.status, **error.error) from None
     if args.verb == "status":
         return status.status(args.root)
     return _keep(args, progress) or {"changed": False}
@@ -220,7 +243,7 @@ def guarded(
             code, document = _job(args)
             return code, {"ok": code == 0, **document}
         with Progress(
-            progress_file, quiet=args.verb in ("ready", "status", "preflight", "models", "serve")
+            progress_file, quiet=args.verb in ("ready", "status", "preflight", "models", "serve", "cuda-check")
         ) as progress:
             document = {"ok": True, **run_verb(args, progress, stdin)}
             return 0 if document["ok"] else FELL_SHORT, document
