@@ -9,11 +9,11 @@ from typing import Any
 from docker.errors import APIError
 
 from specrig.lab import enginesimage, hosts, images, paths
-from specrig.lab.hosts import LABEL, NETWORK
+from specrig.lab.hosts import ADDRESSES, LABEL, NETWORK
 
 
 def idle(client: Any) -> None:
-    """Remove what was interrupted, and after the last host of all labs hub and network; volumes stay, as caches."""
+    """Remove what was interrupted, and after the last host of all labs hub and networks; volumes stay, as caches."""
     # An engine image being built counts as a user of the hub.
     last = not hosts.find(client) and not paths.held(enginesimage.REPOSITORY)
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
@@ -22,13 +22,13 @@ def idle(client: Any) -> None:
             hosts.remove(client, container.id)
     if not last:
         return
-    for network in client.networks.list(names=[f"^{NETWORK}$"]):
+    for network in client.networks.list(names=[f"^{NETWORK}$", f"^{ADDRESSES}$"]):
         with contextlib.suppress(APIError):  # someone else's container is on it
             network.remove()
 
 
 def everything(client: Any) -> dict[str, int]:
-    """Remove all labs, the hub with its volumes, the network, the lab's images and caches; return how much of each."""
+    """Remove all labs, the hub with its volumes, the networks, the lab's images and caches; return how much of each."""
     labs = {host.lab for host in hosts.find(client)}
     count = {"hosts": sum(len(hosts.down(client, lab)) for lab in labs)}
     idle(client)

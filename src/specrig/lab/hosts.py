@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import ipaddress
 import re
 import shutil
 import socket
@@ -19,6 +21,7 @@ from typing import Any
 
 import yaml
 from docker.errors import APIError, NotFound
+from docker.types import IPAMConfig, IPAMPool
 
 from specrig.lab import images, paths
 from specrig.lab.errors import LabError
@@ -26,6 +29,8 @@ from specrig.lab.parallel import parallel
 from specrig.lab.progress import Progress
 
 NETWORK = "specrig-lab"
+# Hosts are reached here. Docker gives out addresses anew at each start, except on a network whose subnet was asked for.
+ADDRESSES = "specrig-lab-hosts"
 LABEL = "specrig.lab"
 BOOT_TIMEOUT_S = 120
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
@@ -42,6 +47,9 @@ CAPABILITIES = [
 ]
 # Docker's and containerd's image stores need a real filesystem below them: an overlay cannot lie on an overlay.
 VOLUMES = {"docker": "/var/lib/docker", "containerd": "/var/lib/containerd"}
+# Docker restarts a container whose init failed. So a reboot is a failure here, and any other end is none.
+REBOOTED = 133
+ENDS = {"reboot": REBOOTED, "poweroff": 0, "halt": 0}
 _privileged: dict[str, bool] = {}
 _probe = threading.Lock()
 
@@ -76,6 +84,36 @@ def ensure_network(client: Any) -> None:
         client.networks.create(NETWORK, driver="bridge", labels={LABEL: ""}, check_duplicate=True)
 
 
+def ensure_addresses(client: Any) -> ipaddress.IPv4Network:
+    """Make the network of the hosts' lasting addresses when it is missing; its subnet, one that Docker found free."""
+    with paths.exclusive(ADDRESSES):
+        found = client.networks.list(names=[f"^{ADDRESSES}$"])
+        if not found:
+            probe = client.networks.create(f"{ADDRESSES}-probe", driver="bridge", labels={LABEL: ""})
+            subnet = _subnet(probe)
+            probe.remove()
+            pool = IPAMConfig(pool_configs=[IPAMPool(subnet=str(subnet))])
+            found = [client.networks.create(ADDRESSES, driver="bridge", labels={LABEL: ""}, ipam=pool)]
+        return _subnet(found[0])
+
+
+def _subnet(network: Any) -> ipaddress.IPv4Network:
+    network.reload()
+    return ipaddress.IPv4Network(network.attrs["IPAM"]["Config"][0]["Subnet"])
+
+
+def address_of(name: str, subnet: ipaddress.IPv4Network, attempt: int = 0) -> str:
+    """The address that a container of this name has as long as it lives; another one at each attempt. Gateway and broadcast are left out."""
+    number = int.from_bytes(hashlib.sha256(f"{name} {attempt}".encode()).digest()[:8], "big")
+    return str(subnet[2 + number % (subnet.num_addresses - 3)])
+
+
+def _address(container: Any) -> str:
+    """Where a running container answers. Hosts of an older lab have only the first network."""
+    networks = container.attrs["NetworkSettings"]["Networks"]
+    return str((networks.get(ADDRESSES) or networks.get(NETWORK) or {}).get("IPAddress", ""))
+
+
 def ensure_key() -> tuple[Path, str]:
     """Return (private key file, public key line) of the lab's own ed25519 pair, made on first use."""
     key = paths.state() / "id_ed25519"
@@ -92,10 +130,8 @@ def find(client: Any, lab: str | None = None) -> list[Host]:
     found = []
     for container in client.containers.list(all=True, filters=query, ignore_removed=True):
         labels = container.labels
-        address = container.attrs["NetworkSettings"]["Networks"].get(NETWORK, {}).get("IPAddress", "")
-        found.append(
-            Host(labels["specrig.host"], labels[LABEL], labels["specrig.os"], container.status, address, container.name)
-        )
+        name, system = labels["specrig.host"], labels["specrig.os"]
+        found.append(Host(name, labels[LABEL], system, container.status, _address(container), container.name))
     return sorted(found, key=lambda h: (h.lab, h.name))
 
 
@@ -116,10 +152,13 @@ def up(client: Any, lab: str, hosts: Mapping[str, str]) -> Path:
     systems = sorted(set(hosts.values()))
     tags = dict(zip(systems, parallel([partial(images.ensure_host, client, s) for s in systems]), strict=True))
     ensure_network(client)
+    subnet = ensure_addresses(client)
     with Progress("hosts") as say:
         who = ", ".join(hosts) if len(hosts) < 5 else f"{len(hosts)} hosts"
         say.phase(f"booting {who}")
-        jobs = [partial(_boot, client, lab, name, system, tags[system], public) for name, system in hosts.items()]
+        jobs = [
+            partial(_boot, client, lab, name, system, tags[system], public, subnet) for name, system in hosts.items()
+        ]
         failed = parallel(jobs, lambda number: say.update(number, len(hosts), "up"))
         for name, units in zip(hosts, failed, strict=True):
             if units:
@@ -128,18 +167,41 @@ def up(client: Any, lab: str, hosts: Mapping[str, str]) -> Path:
     return write_inventory(client, lab, key)
 
 
-def _boot(client: Any, lab: str, name: str, os_name: str, image: str, public: str) -> str:
+def _boot(
+    client: Any, lab: str, name: str, os_name: str, image: str, public: str, subnet: ipaddress.IPv4Network
+) -> str:
     try:
         container = client.containers.get(container_name(lab, name))
     except NotFound:
         container = _create(client, lab, name, os_name, image)
     _put(container, "/home/rig", ".ssh/authorized_keys", public.encode())
     if container.status != "running":
-        container.start()
+        _start(client, container, subnet)
     failed = _wait_for_systemd(container)
     container.reload()
-    _wait_for_ssh(container.attrs["NetworkSettings"]["Networks"][NETWORK]["IPAddress"], name)
+    _wait_for_ssh(_address(container), name)
     return failed
+
+
+def _start(client: Any, container: Any, subnet: ipaddress.IPv4Network) -> None:
+    """Start with an address that stays, also through a reboot: the same for this name each time, as long as no one else has it."""
+    network = client.networks.get(ADDRESSES)
+    for attempt in range(16):
+        container.reload()
+        if attempt or ADDRESSES not in container.attrs["NetworkSettings"]["Networks"]:
+            with contextlib.suppress(APIError):  # not connected
+                network.disconnect(container, force=True)
+            network.connect(container, ipv4_address=address_of(container.name, subnet, attempt))
+        try:
+            container.start()
+        except APIError as error:
+            if "already in use" not in str(error.explanation):
+                raise
+        else:
+            return
+    raise LabError(
+        "LAB_HOST_ADDRESS", f"{container.name} finds no free address in {subnet}", "./rig lab list; ./rig lab down"
+    )
 
 
 def _create(client: Any, lab: str, name: str, os_name: str, image: str) -> Any:
@@ -150,7 +212,7 @@ def _create(client: Any, lab: str, name: str, os_name: str, image: str) -> Any:
         client.volumes.create(volume, labels=labels)
         volumes[volume] = {"bind": target, "mode": "rw"}
     rights: dict[str, Any] = {"privileged": True} if may_be_privileged(client, image) else {"cap_add": CAPABILITIES}
-    return client.containers.create(
+    container = client.containers.create(
         image,
         name=container_name(lab, name),
         hostname=name,
@@ -161,8 +223,13 @@ def _create(client: Any, lab: str, name: str, os_name: str, image: str) -> Any:
         security_opt=["seccomp=unconfined", "apparmor=unconfined"],
         cgroupns="private",
         stop_signal="SIGRTMIN+3",
+        restart_policy={"Name": "on-failure"},
         **rights,
     )
+    for way, status in ENDS.items():
+        text = f"[Unit]\nSuccessAction=exit-force\nSuccessActionExitStatus={status}\n"
+        _put(container, "/etc/systemd/system", f"systemd-{way}.service.d/lab.conf", text.encode(), owner=0)
+    return container
 
 
 def may_be_privileged(client: Any, image: str) -> bool:
@@ -180,16 +247,16 @@ def may_be_privileged(client: Any, image: str) -> bool:
         return _privileged[client.api.base_url]
 
 
-def _put(container: Any, folder: str, name: str, data: bytes) -> None:
-    """Write a file of the user rig (uid 1000) below `folder`, parents included, running or not."""
+def _put(container: Any, folder: str, name: str, data: bytes, owner: int = 1000) -> None:
+    """Write a file of `owner` (the user rig) below `folder`, for its owner only, parents included, running or not."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for parent in reversed(Path(name).parents[:-1]):
             entry = tarfile.TarInfo(str(parent))
-            entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o700, 1000, 1000
+            entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o700, owner, owner
             archive.addfile(entry)
         entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o600, 1000, 1000
+        entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o600, owner, owner
         archive.addfile(entry, io.BytesIO(data))
     container.put_archive(folder, out.getvalue())
 
@@ -216,6 +283,7 @@ def _wait_for_systemd(container: Any) -> str:
             return ", ".join(line.split()[0] for line in units.splitlines() if line.strip())
         container.reload()
         if container.status != "running":
+            container.update(restart_policy={"Name": "no"})
             break
         time.sleep(0.3)
     log = container.logs(tail=8).decode(errors="replace").strip()

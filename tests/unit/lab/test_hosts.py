@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import ipaddress
 import tarfile
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from docker.errors import APIError
 
 from specrig.lab import cleanup, hosts, paths
 from specrig.lab.errors import LabError
@@ -73,6 +75,60 @@ def test_inventory_and_known_hosts_hold_what_runs(tmp_path: Path) -> None:
     known = (inventory.parent / "known_hosts").read_text()
     assert known == "10.0.0.1 ssh-ed25519 KEY-specrig-a-alpha\n10.0.0.2 ssh-ed25519 KEY-specrig-a-beta\n"
     assert "StrictHostKeyChecking" not in inventory.read_text()
+
+
+def test_a_host_is_reached_at_the_address_that_a_reboot_does_not_change() -> None:
+    lasting, older = host("a", "new", "10.0.0.1"), host("a", "old", "10.0.0.2")
+    lasting.attrs["NetworkSettings"]["Networks"][hosts.ADDRESSES] = {"IPAddress": "10.9.0.1"}
+    assert [h.address for h in hosts.find(engine(lasting, older))] == ["10.9.0.1", "10.0.0.2"]
+
+
+def test_an_address_follows_from_the_name_and_another_one_can_be_had() -> None:
+    subnet = ipaddress.IPv4Network("10.9.0.0/28")
+    taken = {hosts.address_of(f"specrig-a-{n}", subnet, attempt) for n in range(100) for attempt in range(4)}
+    assert taken == {f"10.9.0.{n}" for n in range(2, 15)}  # not the network, its gateway or its broadcast
+    assert hosts.address_of("specrig-a-x", subnet) == hosts.address_of("specrig-a-x", subnet)
+
+
+class Starting:
+    """A container that does not run, on an Engine where the addresses `taken` are in use."""
+
+    def __init__(self, taken: set[str], words: str = "Address already in use") -> None:
+        self.name, self.taken, self.words, self.address, self.started = "specrig-a-x", taken, words, "", False
+        self.attrs: dict[str, Any] = {"NetworkSettings": {"Networks": {}}}
+        self.networks = SimpleNamespace(get=lambda name: self)
+
+    def reload(self) -> None:
+        self.attrs["NetworkSettings"]["Networks"] = {hosts.ADDRESSES: {}} if self.address else {}
+
+    def connect(self, container: Any, ipv4_address: str) -> None:
+        assert not self.address, "it is connected already"
+        self.address = ipv4_address
+
+    def disconnect(self, container: Any, force: bool) -> None:
+        if not self.address:
+            raise APIError("not connected")
+        self.address = ""
+
+    def start(self) -> None:
+        if self.address in self.taken:
+            raise APIError("x", explanation=self.words)
+        self.started = True
+
+
+def test_a_taken_address_makes_it_take_the_next_one_and_no_other_failure_does() -> None:
+    subnet = ipaddress.IPv4Network("10.9.0.0/16")
+    first, second = (hosts.address_of("specrig-a-x", subnet, attempt) for attempt in (0, 1))
+    it = Starting({first})
+    hosts._start(it, it, subnet)
+    assert (it.started, it.address) == (True, second)
+    broken = Starting({first}, "no such image")
+    with pytest.raises(APIError):
+        hosts._start(broken, broken, subnet)
+    assert broken.address == first
+    with pytest.raises(LabError) as seen:
+        hosts._start(full := Starting({hosts.address_of("specrig-a-x", subnet, n) for n in range(16)}), full, subnet)
+    assert seen.value.code == "LAB_HOST_ADDRESS"
 
 
 @pytest.mark.parametrize("name", ["", "Alpha", "-a", "a-", "a.b", "a b", "x" * 33, "../a"])
