@@ -112,7 +112,10 @@ class Engine(Sourced):
     """One engine and the versions of it that the plan knows."""
 
     image: str
+    key_env: str = Field("", description="the variable with the API key; empty: the engine takes none in secret")
     health_path: str
+    completion_path: str
+    metrics_path: str = Field("", description="Prometheus text; empty: none")
     container_port: int
     security_floor: str
     versions: list[str]

@@ -190,7 +190,12 @@ def _render(host: Host, service: Service) -> ServicePlan:
         shm_size_mb=10240 if service.tp > 1 else 1024,
         gpus=list(service.gpus),
         served_name=said["served_name"],
+        key_env=service.engine.key_env,
         health_path=service.engine.health_path,
+        completion_path=service.engine.completion_path,
+        metrics_path=service.engine.metrics_path,
+        metrics=dict(service.speaking.metrics),
+        files=[],
         k=service.k if service.speculates else 0,
         method=service.method if service.speculates else "none",
         # Loading is disk-bound; capturing graphs and compiling comes on top (70-90 s cold on an H200).

@@ -224,7 +224,12 @@ class ServicePlan:
     shm_size_mb: int
     gpus: list[int | str]
     served_name: str
+    key_env: str  # the variable with which the engine takes its API key; "": it has none, see docs/engines.md
     health_path: str
+    completion_path: str
+    metrics_path: str  # Prometheus text; "": none
+    metrics: dict[str, str]  # where the acceptance is read: host/acceptance.py
+    files: list[dict[str, str]]  # configuration files mounted read-only: {path, path_in_container, content}
     k: int
     method: str
     start_timeout_s: int

@@ -99,8 +99,30 @@ def test_the_ordinary_unit(action: Any) -> None:
     service = planned()
     command = start(unit(action, service))
     assert command[:2] == ["/usr/bin/docker", "run"]
-    assert command[command.index(service["image"]) + 1 :] == service["entrypoint"] + service["argv"]
+    after_image = [service["key_env"], *service["entrypoint"], *service["argv"]]
+    assert command[command.index(service["image"]) + 1 :] == after_image
     assert {f"{k}={v}" for k, v in service["env"].items()} == {b for a, b in pairwise(command) if a == "--env"}
+
+
+def test_an_engine_without_a_key_of_its_own_and_with_a_file(action: Any) -> None:
+    file = {"path": "/etc/specrig/services/tiny/a b.yml", "path_in_container": "/config/engine.yml", "content": "x"}
+    command = start(unit(action, {**planned(), "key_env": "", "files": [file]}))
+    assert command[command.index(planned()["image"]) + 1] == "-"
+    assert f"{file['path']}:{file['path_in_container']}:ro" in [b for a, b in pairwise(command) if a == "--volume"]
+
+
+@pytest.mark.parametrize(
+    ("names", "seen"), [("ONE", "k y,-"), ("ONE,TWO", "k y,k y"), ("-", "-,-"), ("ONE;touch x", None), ("", None)]
+)
+def test_the_key_reaches_the_engine_in_its_variable(tmp_path: Path, names: str, seen: str | None) -> None:
+    wrapper = (ROOT / "templates/usr/local/lib/specrig/with-api-key").read_text()
+    (tmp_path / "key").write_text("k y\n")
+    (tmp_path / "w").write_text(wrapper.replace("/run/secrets/api-key", str(tmp_path / "key")))
+    shown = ["sh", "-c", 'echo "${ONE:--},${TWO:--}|$*"', "engine", "a b", "*"]
+    command, env = ["sh", str(tmp_path / "w"), names, *shown], {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert not (tmp_path / "x").exists()
+    assert (done.stdout == f"{seen}|a b *\n") if seen else done.stdout.startswith("-,-|") or done.returncode != 0
 
 
 def test_cards_are_named_to_docker_in_its_own_quotes(action: Any) -> None:
