@@ -57,8 +57,8 @@ def read(text: str, metrics: Mapping[str, str]) -> Acceptance:
         drafted, accepted = (_at(document, metrics[name]) for name in ("drafted", "accepted"))
         return _of(None, int(drafted), int(accepted)) if drafted is not None and accepted is not None else Acceptance()
     if kind == "length":
-        found = next((v for v in _under(document, metrics["mean_length"]) if isinstance(v, (int, float))), None)
-        return Acceptance(mean_length=found)
+        said = [value for value in _under(document, metrics["mean_length"]) if isinstance(value, (int, float))]
+        return Acceptance(mean_length=said[0] if said else None)
     return Acceptance()
 
 
