@@ -16,6 +16,7 @@ from specrig.console import CannotRun
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_INVENTORY = ROOT / "inventory" / "hosts.yml"
 LOCK_NAME = "models.lock.yml"
+IMAGES_LOCK_NAME = "images.lock.yml"
 
 
 def tool(name: str) -> str:
@@ -50,9 +51,9 @@ def inventory_path(given: str | None) -> Path:
     return path
 
 
-def lock_path(inventory: Path) -> Path:
-    """The model lock lies beside its inventory."""
-    return (inventory if inventory.is_dir() else inventory.parent) / LOCK_NAME
+def lock_path(inventory: Path, name: str = LOCK_NAME) -> Path:
+    """A lock lies beside its inventory."""
+    return (inventory if inventory.is_dir() else inventory.parent) / name
 
 
 def playbook(name: str, inventory: Path, arguments: Sequence[str] = (), extra: Mapping[str, str] | None = None) -> int:

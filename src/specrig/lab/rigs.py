@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from specrig.files import write_atomically
 from specrig.lab import Lab, tiny
 from specrig.lab.parallel import parallel
 from specrig.staging.lock import lock_model
+from specrig.staging.registry import Registry, changes, lock_image
+from specrig.verbs import images
 from specrig.verbs.models import save
 
 
@@ -28,7 +31,20 @@ def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True) -> Path:
         publish_pair(lab, inventory, f"http://{hub.hub_local}")
         return str(inventory)
 
-    return Path(parallel([rigs, lab.ensure_engine_image] if engine else [rigs])[0])
+    made = parallel([rigs, lab.ensure_engine_image] if engine else [rigs])
+    inventory = Path(made[0])
+    if engine:
+        lock_engine(inventory, made[1], Registry(at={hub.registry: f"http://{hub.registry_local}"}))
+    return inventory
+
+
+def lock_engine(inventory: Path, image: str, registry: Registry) -> None:
+    """Lock the engine's image beside the inventory; an entry that is still right keeps its date."""
+    path = runner.lock_path(inventory, runner.IMAGES_LOCK_NAME)
+    locked = images.read(path)
+    entry = lock_image(image, registry, datetime.datetime.now(tz=datetime.UTC).date().isoformat())
+    if changes(locked.get(image, {}), entry):
+        images.save(path, {**locked, image: entry})
 
 
 def declare(inventory: Path, hub_url: str, registry: str) -> None:

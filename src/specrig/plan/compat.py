@@ -44,6 +44,13 @@ def image_is_pinned(s: Service) -> Iterator[Finding]:
         yield finding("IMAGE_VERSION_MISMATCH", f"image {show(s.image)} says {named[1]}, version says {s.version}", fix)
 
 
+def image_is_locked(s: Service) -> Iterator[Finding]:
+    """A tag can be given to another image, or be taken away; a digest stays."""
+    match = _IMAGE.match(s.image)
+    if match and match["tag"] and match["tag"] not in MOVING_TAGS and not match["digest"]:
+        yield finding("IMAGE_UNLOCKED", f"{s.image} is a tag without a digest")
+
+
 def method_exists(s: Service) -> Iterator[Finding]:
     """Speculation methods come and go between versions."""
     if s.speculates and not s.method_works:

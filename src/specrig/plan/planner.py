@@ -67,6 +67,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
         host=_host_json(host),
         services=tuple(_render(host, service) for service in services),
         models=tuple(_models(host, services)),
+        images=tuple(_images(services)),
         driver=_driver(host, services),
         refusals=tuple(f for f in found if CODES[f.code].level == "refusal"),
         warnings=tuple(f for f in found if CODES[f.code].level == "warning"),
@@ -143,6 +144,7 @@ def _host_json(host: Host) -> dict[str, Any]:
         "hub_limit": host.decl.rig_hub_limit or 0,
         "models_bundle": host.decl.rig_models_bundle or "",
         "models_share": host.decl.rig_models_share or "",
+        "images_archive": host.decl.rig_images_archive or "",
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
         "preflight_ignore": host.decl.rig_preflight_ignore,
@@ -250,6 +252,20 @@ def _models(host: Host, services: list[Service]) -> list[dict[str, Any]]:
             if service.padded:
                 wanted.append(_artefact(root, service.draft, service.target.config.vocab_size))
         out.update({item["id"]: item for item in wanted})
+    return list(out.values())
+
+
+def _images(services: list[Service]) -> list[dict[str, Any]]:
+    """Images to be on the host: as the unit runs them, as declared, and what the lock knows of their size."""
+    out = {}
+    for service in services:
+        locked = service.locked_image
+        out[service.image] = {
+            "image": service.image,
+            "declared": service.declared_image,
+            "size": locked.size if locked else None,
+            "layers": [layer.model_dump() for layer in locked.layers] if locked else [],
+        }
     return list(out.values())
 
 

@@ -10,7 +10,7 @@ from specrig.plan.catalog import Catalog, Engine, Gpu, ModelConfig
 from specrig.plan.declare import parse, show
 from specrig.plan.dialects import Dialect, dialect, method_works
 from specrig.plan.refusals import finding
-from specrig.plan.types import Facts, Finding, HostDecl, LockedModel, Method, ModelRef, ServiceDecl
+from specrig.plan.types import Facts, Finding, HostDecl, LockedImage, LockedModel, Method, ModelRef, ServiceDecl
 
 DEFAULT_K = 3
 DEFAULT_UTILIZATION = 0.90
@@ -54,10 +54,11 @@ class Model:
 
 
 class Lock:
-    """inventory/models.lock.yml. Entries are checked when first asked for, once per lock."""
+    """models.lock.yml and images.lock.yml beside the inventory. Entries are checked when first asked for, once per lock."""
 
     def __init__(self, lock: Any) -> None:
         self._entries: Mapping[str, Any] = {}
+        self._images: Mapping[str, Any] = {}
         self.findings: list[Finding] = []
         self._read: dict[str, tuple[LockedModel | None, list[Finding]]] = {}
         models = lock.get("models") if isinstance(lock, Mapping) else None
@@ -65,6 +66,18 @@ class Lock:
             self._entries = models
         elif lock is not None and not (isinstance(lock, Mapping) and models is None):
             self.findings = [finding("LOCK_INVALID", f"the lock is {show(lock)}, not a mapping with models")]
+        images = lock.get("images") if isinstance(lock, Mapping) else None
+        if isinstance(images, Mapping):
+            self._images = images
+        elif images is not None:
+            self.findings.append(finding("LOCK_INVALID", f"images of the lock are {show(images)}, not a mapping"))
+
+    def image(self, name: str) -> tuple[LockedImage | None, list[Finding]]:
+        """The entry of the image that is declared as `name`, None when it is not locked; findings when it is malformed."""
+        if name not in self._images:
+            return None, []
+        image, found = parse(LockedImage, self._images[name], f"images[{name}]")
+        return image, [finding("LOCK_INVALID", entry.cause) for entry in found[:3]]
 
     def get(self, repo: str) -> tuple[LockedModel | None, list[Finding]]:
         """The entry of `repo`, None when it is not locked; findings when it is malformed."""
@@ -145,6 +158,8 @@ class Service:
     eager: bool = False
     eager_forced: bool = False
     ledger: vram.Ledger | None = field(default=None)
+    declared_image: str = ""
+    locked_image: LockedImage | None = None
 
     @property
     def name(self) -> str:
@@ -345,12 +360,18 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
     cards, gpus = _cards_of(decl, host)
     version = decl.version if decl.version != "auto" else pick_version(decl, method, host, cards, engine)
     wide = bool(dialect(decl.engine, version).traits["heterogeneous_vocab"])
+    declared = decl.image or engine.image.format(version=version)
+    locked, faults = lock.image(declared)
+    if faults:
+        return None, [replace(f, cause=f"{decl.name}: {f.cause}") for f in faults]
     service = Service(
         host=host,
         decl=decl,
         engine=engine,
         version=version,
-        image=decl.image or engine.image.format(version=version),
+        image=f"{declared}@{locked.digest}" if locked and "@" not in declared else declared,
+        declared_image=declared,
+        locked_image=locked,
         target=target,
         draft=draft,
         method=method,

@@ -11,6 +11,7 @@ HostRule = Callable[[Host, list[Service]], Iterator[Finding]]
 
 SERVICE_RULES: list[ServiceRule] = [
     compat.image_is_pinned,
+    compat.image_is_locked,
     compat.method_exists,
     compat.k_is_sound,
     compat.concurrency_is_low,

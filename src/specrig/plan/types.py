@@ -139,6 +139,11 @@ class HostDecl(Declared):
         description="serve models to other rigs on address:port",
     )
     rig_speculation: bool = Field(True, description="false: K=0 everywhere; the one switch")
+    rig_images_archive: str | None = Field(
+        None,
+        pattern=r"^(/[A-Za-z0-9._-]+)+$",
+        description="directory on the host that keeps a file of each image, for the day when the registry has it no more; 10 GB or more each",
+    )
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
     )
@@ -191,6 +196,25 @@ class LockedModel(BaseModel):
     files: list[LockedFile] = []
     config: dict[str, Any]
     tokenizer: dict[str, Any] = {}
+
+
+class LockedLayer(BaseModel):
+    """One layer: compressed bytes, and the digest of what it unpacks to."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    size: int = Field(ge=0, le=10**13)
+    diff_id: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+
+
+class LockedImage(BaseModel):
+    """One image of inventory/images.lock.yml, by the name it is declared with."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    size: int = Field(ge=0, le=10**14, description="compressed bytes of all layers")
+    layers: list[LockedLayer] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +275,7 @@ class HostPlan:
     host: Mapping[str, Any]
     services: tuple[ServicePlan, ...] = ()
     models: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[Mapping[str, Any], ...] = ()
     driver: Mapping[str, Any] | None = None
     refusals: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
@@ -267,6 +292,7 @@ class HostPlan:
             host=plan["host"],
             services=tuple(ServicePlan(**service) for service in plan["services"]),
             models=tuple(plan["models"]),
+            images=tuple(plan["images"]),
             driver=plan["driver"],
             refusals=tuple(Finding(**found) for found in plan["refusals"]),
             warnings=tuple(Finding(**found) for found in plan["warnings"]),
@@ -281,6 +307,7 @@ class HostPlan:
             "services": [service.as_json() for service in self.services],
             "driver": dict(self.driver or {}),
             "models": [dict(model) for model in self.models],
+            "images": [dict(image) for image in self.images],
             "host": dict(self.host),
         }
         canonical = json.dumps(plan, sort_keys=True, separators=(",", ":"))

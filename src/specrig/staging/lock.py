@@ -39,10 +39,11 @@ def endpoint(given: str | None = None) -> str:
     return (given or os.environ.get("HF_ENDPOINT") or HUB_ENDPOINT).rstrip("/")
 
 
-class _OwnHostOnly(urllib.request.HTTPRedirectHandler):
+class OwnHostOnly(urllib.request.HTTPRedirectHandler):
     """Follows redirects; the token goes on only where scheme, host and port stay the same."""
 
     def redirect_request(self, request: Any, *rest: Any) -> urllib.request.Request | None:
+        """The next request, without the token where it leaves home."""
         new = super().redirect_request(request, *rest)
         token = request.unredirected_hdrs.get("Authorization")
         if new and token and urllib.parse.urlsplit(new.full_url)[:2] == urllib.parse.urlsplit(request.full_url)[:2]:
@@ -58,7 +59,7 @@ def _open(url: str, token: str | None) -> tuple[bytes, str]:
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.build_opener(_OwnHostOnly).open(request, timeout=TIMEOUT_S) as response:
+        with urllib.request.build_opener(OwnHostOnly).open(request, timeout=TIMEOUT_S) as response:
             return response.read(), response.headers.get("Link", "")
     except urllib.error.HTTPError as error:
         fix = (

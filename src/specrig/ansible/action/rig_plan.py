@@ -1,4 +1,4 @@
-"""Action: plan hosts on the controller, from their inventory variables and the model lock beside the inventory. Opens no connection.
+"""Action: plan hosts on the controller, from their inventory variables and the locks beside the inventory. Opens no connection.
 
 - rig_plan:                                   # the current host: sets the fact `rig_plan`, or fails with the refusals
 - rig_plan: {unlocked: true}             # the same, with models that are not locked yet: enough to look, not to apply
@@ -16,16 +16,22 @@ from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 
 from specrig.plan import HostPlan, plan_hosts
-from specrig.runner import LOCK_NAME
+from specrig.runner import IMAGES_LOCK_NAME, LOCK_NAME
 
 
-def read_lock(inventory_directory: str) -> dict[str, Any]:
-    """The model lock beside the inventory, empty where there is none yet."""
-    path = Path(inventory_directory) / LOCK_NAME
-    try:
-        return yaml.safe_load(path.read_text()) if path.exists() else {}
-    except yaml.YAMLError as error:
-        raise AnsibleActionFail(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+def read_lock(inventory_directory: str) -> Any:
+    """What the locks of models and images beside the inventory hold, as one document; empty where there is none yet."""
+    read: Any = {}
+    for name in (LOCK_NAME, IMAGES_LOCK_NAME):
+        path = Path(inventory_directory) / name
+        try:
+            part = yaml.safe_load(path.read_text()) if path.exists() else None
+        except yaml.YAMLError as error:
+            raise AnsibleActionFail(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        if part is not None and not isinstance(part, dict):
+            return part  # the plan says what is wrong with it
+        read |= part or {}
+    return read
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]

@@ -1,0 +1,109 @@
+"""`./rig images lock`: write down the digest of every image that the inventory's plans run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specrig import runner
+from specrig.console import CannotRun, say
+from specrig.files import write_atomically
+from specrig.host.progress import amount
+from specrig.plan import HostPlan
+from specrig.staging.registry import Registry, changes, lock_image
+from specrig.verbs.plan import add_host_arguments, make_plans
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    images = verbs.add_parser("images", help="lock, list and clean up engine images").add_subparsers(
+        metavar="WHAT", required=True
+    )
+    verb = images.add_parser(
+        "lock", help="resolve each planned image to its digest, in images.lock.yml beside the inventory"
+    )
+    add_host_arguments(verb)
+    verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
+    verb.add_argument("--check", action="store_true", help="only say what moved upstream; 1 when something did")
+    verb.add_argument(
+        "--at",
+        action="append",
+        default=[],
+        metavar="REGISTRY=ADDRESS",
+        help="ask this address for images of that registry",
+    )
+    verb.set_defaults(run=run)
+
+
+def wanted(plans: dict[str, HostPlan]) -> list[str]:
+    """Every image of the plans, by the name it is declared with."""
+    return sorted({str(image["declared"]) for plan in plans.values() for image in plan.images})
+
+
+def without_tls(plans: dict[str, HostPlan]) -> set[str]:
+    """Registries that the rigs' Docker reaches without TLS; the controller then does, too."""
+    options = (plan.host.get("docker_daemon_options") or {} for plan in plans.values())
+    return {str(name) for some in options for name in some.get("insecure-registries") or []}
+
+
+def addresses(given: list[str]) -> dict[str, str]:
+    """`--at` as {registry: address}. Raises CannotRun."""
+    pairs = [text.partition("=") for text in given]
+    if wrong := [text for text, (name, _, address) in zip(given, pairs, strict=True) if not (name and address)]:
+        raise CannotRun(
+            f"--at {wrong[0]} is not REGISTRY=ADDRESS", "--at registry.example:5000=127.0.0.1:5000", "USAGE"
+        )
+    return {name: address for name, _, address in pairs}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Add what is missing to the lock; a locked image stays as it is unless --update."""
+    inventory = runner.inventory_path(options.inventory)
+    path = runner.lock_path(inventory, runner.IMAGES_LOCK_NAME)
+    locked, plans = read(path), make_plans(inventory, options.hosts)
+    registry = Registry(addresses(options.at), without_tls(plans))
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    moved = failed = False
+    for image in wanted(plans):
+        before = locked.get(image, {})
+        if before and not (options.update or options.check):
+            say(f"{image}: locked at {before['digest']}")
+            continue
+        try:
+            entry = lock_image(image, registry, today)
+        except CannotRun as error:
+            if not options.check:
+                raise
+            say(f"{image}: {error}")  # the other images are still to be looked at
+            failed = True
+            continue
+        differences = changes(before, entry) if before else ["not locked yet"]
+        moved = moved or bool(differences)
+        say(f"{image}: {entry['digest']}, {len(entry['layers'])} layers, {amount(entry['size'])} compressed")
+        for line in differences if before else []:
+            say(f"  {line}")
+        locked[image] = entry if differences else before
+    if options.check:
+        return 1 if moved or failed else 0
+    save(path, locked)
+    say(f"wrote {path}")
+    return 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The images of the lock at `path`; empty where there is none."""
+    try:
+        images = (yaml.safe_load(path.read_text()) or {}).get("images") if path.exists() else None
+    except (yaml.YAMLError, AttributeError) as error:
+        raise CannotRun(f"{path} is no lock: {error}", f"take {path.name} from git again", "LOCK_INVALID") from error
+    return images or {}
+
+
+def save(path: Path, images: dict[str, Any]) -> None:
+    """Write the lock."""
+    text = yaml.safe_dump({"images": images}, sort_keys=True, allow_unicode=True, width=160)
+    write_atomically(path, f"# Written by ./rig images lock. Commit it: it is what every rig will run.\n{text}")
