@@ -19,6 +19,7 @@ from specrig.host import (
     bundle,
     cuda,
     driver,
+    gateway,
     job,
     keep,
     manifest,
@@ -30,6 +31,7 @@ from specrig.host import (
     stage,
     start,
     status,
+    upstreams,
 )
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
 from specrig.host.progress import Progress
@@ -82,6 +84,13 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("cuda-check", help="does CUDA work, here or in a container", description=cuda.__doc__)
     cuda.add_arguments(one)
     one.add_argument("--container", help="check within this running container; its image needs python3")
+    verbs.add_parser("relay", help="what stands between Caddy and the rigs; systemd hands it its socket")
+    verbs.add_parser("gateway", help="the rigs behind this gateway, as its relay sees them")
+    for name, text in (("drain", "send a rig no new requests"), ("undrain", "send it requests again")):
+        one = verbs.add_parser(name, help=f"{text} through this gateway")
+        one.add_argument("rig")
+        one.add_argument("--wait", type=float, default=0.0, help="seconds to wait until no request runs there")
+        one.add_argument("--check", action="store_true", help="only say whether it would change anything")
     jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
     one = jobs.add_parser("run", help="quick check, then start or attach")
     one.add_argument("--id", required=True)
@@ -189,6 +198,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
             raise HostError(status=error.status, **error.error) from None
     if args.verb == "status":
         return status.status(args.root)
+    if args.verb == "relay":
+        gateway.serve(gateway.inherited(), upstreams.Fleet(), gateway.Keys())
+    if args.verb == "gateway":
+        return gateway.status()
+    if args.verb in ("drain", "undrain"):
+        return gateway.drain(args.rig, args.verb == "drain", args.wait, args.check)
     return _keep(args, progress) or {"changed": False}
 
 
@@ -207,7 +222,7 @@ def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if wanted.verb == "job":
         raise HostError("HOST_USAGE", "a job cannot run a job", "job run --id ID -- VERB ARGS…", COULD_NOT_RUN)
     stdin = sys.stdin.read() if getattr(wanted, "job", "") == "-" else ""
-    if wanted.verb in ("status", "models"):  # quick, and changes nothing: there is nothing to detach
+    if wanted.verb in ("status", "models", "gateway"):  # quick, and changes nothing: there is nothing to detach
         code, document = guarded(wanted)
         return code, {"job": args.id, "state": "done", "rc": code, "changed": False, "result": document}
     checkable = hasattr(wanted, "check")

@@ -81,7 +81,7 @@ def _port_open(url: str) -> bool:
     return True
 
 
-def _complete(url: str, model: str, key: str | None, timeout: float) -> str | None:
+def complete_one(url: str, model: str, key: str | None, timeout: float) -> str | None:
     """Ask for one token. None when it came, else the engine's own words; raises what waiting will not cure."""
     body = {"model": model, "prompt": "1, 2, 3,", "max_tokens": 1, "temperature": 0}
     status, text = call(url, "/v1/completions", body, key, timeout)
@@ -154,7 +154,7 @@ def ready(
             if status == 200:
                 note = note if phase == "warming" else ""
                 enter("warming")
-                note = _complete(url, model, key, min(120, left)) or ""
+                note = complete_one(url, model, key, min(120, left)) or ""
                 if not note:
                     break
             else:
