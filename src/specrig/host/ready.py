@@ -81,10 +81,10 @@ def _port_open(url: str) -> bool:
     return True
 
 
-def complete_one(url: str, model: str, key: str | None, timeout: float) -> str | None:
+def complete_one(url: str, model: str, key: str | None, timeout: float, path: str = "/v1/completions") -> str | None:
     """Ask for one token. None when it came, else the engine's own words; raises what waiting will not cure."""
     body = {"model": model, "prompt": "1, 2, 3,", "max_tokens": 1, "temperature": 0}
-    status, text = call(url, "/v1/completions", body, key, timeout)
+    status, text = call(url, path, body, key, timeout)
     if status == 200:
         try:
             if json.loads(text)["usage"]["completion_tokens"] >= 1:

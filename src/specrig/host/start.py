@@ -9,6 +9,7 @@ from typing import Any
 
 from specrig.host import units
 from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.phases import phase_of
 from specrig.host.progress import Progress
 
 POLL_S = 0.5
@@ -18,37 +19,6 @@ SETTLE_S = 0.3
 # Failed tries that make a start failed: one may be bad luck (a card not free yet), two are a cause.
 TRIES = 2
 _UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
-# vLLM's own words (0.6 to 0.32), after its "(process) LEVEL time [file:line]" prefix; the first that matches names the phase.
-PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), phase)
-    for pattern, phase in (
-        (
-            r"initializing an? (v\d+ )?llm engine|api server version|non-default args|resolved architecture",
-            "starting the engine",
-        ),
-        (r"starting to load model|loading model weights|loading drafter model|loading weights", "loading weights"),
-        (r"torch\.compile|bytecode transform|compiling a graph|start compiling|compile range", "compiling"),
-        (r"captur\w* (the )?(cuda |model )?graph|capturing the model|graph capturing", "capturing graphs"),
-        (r"warm(ing)?[ -]?up", "warming up"),
-        (r"kv cache|memory profiling|# (gpu|cpu|cuda) blocks", "sizing the KV cache"),
-        (r"starting vllm (api )?server|application startup|available routes", "opening the port"),
-        (r"specrig: warming", "first token"),
-    )
-)
-_PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\] *")
-# Lines that name a phase and do not begin it: what is switched off, and the statistics of a running engine.
-_NOT_A_PHASE = re.compile(r"disabl|throughput|enforce.eager", re.IGNORECASE)
-_SHARDS = re.compile(r"\d+% Completed \| (\d+/\d+)")
-
-
-def phase_of(text: str) -> tuple[str, str] | None:
-    """(phase, detail) that a log line announces, or None."""
-    if match := _SHARDS.search(text):
-        return "loading weights", f"{match[1]} shards"
-    text = _PREFIX.sub("", text)
-    if _NOT_A_PHASE.search(text):
-        return None
-    return next(((phase, "") for pattern, phase in PHASES if pattern.search(text)), None)
 
 
 def _state(unit: str) -> dict[str, str]:

@@ -15,6 +15,8 @@ from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
 
 HUB_ENDPOINT = "https://huggingface.co"
+# Who the engine is: a number that no person and no dynamic user of systemd has, in group 0, which owns its key and its cache.
+ENGINE_USER = "61000:0"
 
 
 def plan_host(
@@ -189,6 +191,7 @@ def _render(host: Host, service: Service) -> ServicePlan:
         unit=f"specrig-{decl.name}.service",
         models=models,
         # Tensor-parallel workers exchange through /dev/shm; it is a limit, not a reservation.
+        user=ENGINE_USER,
         shm_size_mb=10240 if service.tp > 1 else 1024,
         gpus=list(service.gpus),
         served_name=said["served_name"],
@@ -212,7 +215,7 @@ def _render(host: Host, service: Service) -> ServicePlan:
 
 def _cache_key(service: Service, models: list[dict[str, Any]]) -> str:
     """Engines key their compile cache by the target only: with another draft they load the wrong graphs and die."""
-    parts = [service.image, service.method, *(model["artefact"] for model in models)]
+    parts = [service.image, ENGINE_USER, service.method, *(model["artefact"] for model in models)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

@@ -245,6 +245,7 @@ class ServicePlan:
     ports: list[dict[str, Any]]
     unit: str
     models: list[dict[str, str]]
+    user: str  # uid:gid of the engine in its container
     shm_size_mb: int
     gpus: list[int | str]
     served_name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -89,6 +90,36 @@ def test_one_supervisor(host: Any, services: list[Service]) -> None:
         assert policy == "no"
 
 
+def test_unit_has_few_rights(host: Any, services: list[Service]) -> None:
+    """systemd's own judgement of the unit: 0 is fenced in, 10 is free to do all."""
+    for service in services:
+        said = output(host, "systemd-analyze", "security", "--no-pager", service["unit"])
+        [level] = re.findall(r"Overall exposure level for \S+: (\d+\.\d)", said)
+        assert float(level) <= 4.0, said
+
+
+def test_container_has_few_rights(host: Any, services: list[Service]) -> None:
+    """Asked of the kernel where it can be: what the engine's processes may do, not only what Docker was told."""
+    for service in services:
+        found = json.loads(output(host, "docker", "inspect", container(service)))[0]
+        settings, pid = found["HostConfig"], found["State"]["Pid"]
+        assert settings["ReadonlyRootfs"] and not settings["Privileged"]
+        if "pids" in output(host, "cat", "/sys/fs/cgroup/cgroup.controllers").split():
+            assert settings["PidsLimit"] > 0
+        assert (settings["NetworkMode"], settings["PidMode"]) in (("default", ""), ("bridge", ""))
+        assert settings["IpcMode"] in ("private", "shareable")
+        assert not settings["Devices"] or all("nvidia" in device["PathOnHost"] for device in settings["Devices"])
+        children = output(host, "docker", "top", container(service), "-o", "pid").split()[1:]
+        assert str(pid) in children and len(children) > 1
+        for one in children:
+            status = dict(line.split(":", 1) for line in output(host, "cat", f"/proc/{one}/status").splitlines())
+            uids = set(status["Uid"].split())
+            assert len(uids) == 1 and int(*uids) >= 60000, f"process {one} is user {uids}"
+            assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0 and status["NoNewPrivs"].strip() == "1"
+        refused = as_root(host, "docker", "exec", container(service), "sh", "-c", ": > /usr/local/mine")
+        assert refused.rc != 0 and "Read-only file system" in refused.stderr
+
+
 def test_models_are_mounted_read_only(host: Any, services: list[Service]) -> None:
     for service in services:
         mounts = json.loads(output(host, "docker", "inspect", "--format", "{{json .Mounts}}", container(service)))
@@ -107,8 +138,9 @@ def test_key_is_nowhere_else(host: Any, services: list[Service]) -> None:
     for service in services:
         key = output(host, "cat", key_file(service)).strip()
         assert len(key) >= 16
-        mode = output(host, "stat", "--format=%a %U", key_file(service)).split()
-        assert mode == ["600", "root"]
+        mode = output(host, "stat", "--format=%a %U %G", key_file(service)).split()
+        assert mode == ["640", "root", "root"]
+        assert output(host, "getent", "group", "root").strip() in ("root:x:0:", "root:x:0:root"), "who else is in it?"
         places = {
             "argv": "cat /proc/[0-9]*/cmdline | tr '\\0' ' '",
             "journal": "journalctl --no-pager --output=cat",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specrig.host import start, units
+from specrig.host import phases, start, units
 from specrig.host.errors import HostError
 
 from .test_pull import Recorder
@@ -186,7 +186,7 @@ capturing graphs | Capturing CUDA graph shapes: 100%|##########| 35/35 [00:20<00
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_lines_of_a_real_start(line: str) -> None:
     wanted, _, text = line.partition(" | ")
-    assert (start.phase_of(text) or ("-", ""))[0] == wanted
+    assert (phases.phase_of(text) or ("-", ""))[0] == wanted
 
 
 @pytest.mark.parametrize(
