@@ -167,6 +167,8 @@ def index() -> Iterator[tuple[Any, Any]]:
         "--python-version=3.12",
         "--implementation=cp",
         "--abi=abi3",
+        "--abi=cp312",
+        "--abi=none",
         *glibc,
         *old,
     ]

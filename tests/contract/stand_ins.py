@@ -46,6 +46,8 @@ ENGINE_NAMES = {
     "vllm.vllm_flash_attn",
 }
 MODELS = "vllm.model_executor.models."
+# Other makers' devices, which an engine looks for by the name of torch's module.
+ABSENT = {"torch.npu", "torch.musa", "torch_npu"}
 
 
 class _Meta(type(Protocol)):  # type: ignore[misc]  # so that a class may have both bases
@@ -132,6 +134,8 @@ class StandIn(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         below = f"{self.__name__}.{name}"
+        if below in ABSENT:
+            raise AttributeError(name)
         value = (
             importlib.import_module(below) if below in FACTS else sys.modules.get(below) or make(self.__name__, name)
         )
@@ -255,6 +259,10 @@ def _torch_version(version: Any) -> None:
     version.cuda, version.hip, version.xpu = "13.0", None, None
 
 
+def _torch_distributed(distributed: Any) -> None:
+    distributed.ReduceOp = types.SimpleNamespace(SUM=0, PRODUCT=2, MIN=3, MAX=4)
+
+
 def _torch_cuda(cuda: Any) -> None:
     cuda.is_available = cuda._is_compiled = lambda: True
     cuda.is_initialized = lambda: False
@@ -287,6 +295,7 @@ def _triton_backends(backends: Any) -> None:
 FACTS = {
     "torch": _torch,
     "torch.cuda": _torch_cuda,
+    "torch.distributed": _torch_distributed,
     "torch.library": _torch_library,
     "torch.version": _torch_version,
     "triton.backends": _triton_backends,

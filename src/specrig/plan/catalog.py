@@ -88,6 +88,7 @@ class Model(Sourced):
     tokenizer: str | None = None
     reasoning_parser: str | None = None
     kind: Literal["causal", "pard", "eagle3"] = "causal"
+    files: dict[str, int] = Field({}, description="GGUF files of the repository, with their bytes; empty: safetensors")
 
 
 class Image(Sourced):
@@ -111,13 +112,18 @@ class Advisory(Entry):
 class Engine(Sourced):
     """One engine and the versions of it that the plan knows."""
 
+    title: str
+    devices: list[Literal["cuda", "cpu"]] = ["cuda"]
+    evidence: str = Field(description="what of it was run, and what was not")
+    not_run: bool = Field(False, description="true: none of it was run or asked by us")
     image: str
+    image_cpu: str = Field("", description="the official image for a CPU, where there is one")
     key_env: str = Field("", description="the variable with the API key; empty: the engine takes none in secret")
     health_path: str
     completion_path: str
     metrics_path: str = Field("", description="Prometheus text; empty: none")
     container_port: int
-    security_floor: str
+    security_floor: str = Field("", description="empty: no list of weaknesses is kept here")
     versions: list[str]
     images: list[Image]
     advisories: list[Advisory] = []

@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from specrig.plan.resolve import Service
+from specrig.plan.resolve import Model, Service
 
 TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
+FILES_PATH = "/specrig"  # where an engine's configuration files are mounted
 DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
 NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
+
+
+def inside(folder: str, model: Model | None) -> str:
+    """Where an engine finds a model: its folder, or the one GGUF file in it."""
+    return f"{folder}/{model.file}" if model is not None and model.file else folder
 
 
 def values(service: Service) -> dict[str, Any]:
@@ -17,7 +23,7 @@ def values(service: Service) -> dict[str, Any]:
     said: dict[str, Any] = {
         "always": True,
         "quiet": True,
-        "target_path": TARGET_PATH,
+        "target_path": inside(TARGET_PATH, service.target),
         "served_name": decl.served_name or decl.name,
         "host": "0.0.0.0",  # noqa: S104  # inside the container; the host side publishes on `bind`
         "port": service.engine.container_port,
@@ -32,6 +38,18 @@ def values(service: Service) -> dict[str, Any]:
         "reasoning_parser": service.target.reasoning_parser,
         "reasoning_parser_switch": service.target.reasoning_parser is not None,
         "drain_s": DRAIN_S,
+        # other engines' words for the same
+        "address": f"0.0.0.0:{service.engine.container_port}",
+        "cache": "/root/.cache/models",
+        "config_file": f"{FILES_PATH}/config.yml",
+        "backend": "pytorch",
+        "context_total": decl.max_model_len * decl.max_num_seqs,
+        "gpu_layers": "all" if service.cuda else None,
+        "split_mode": "layer" if len(service.gpus) > 1 else None,
+        "tensor_split": ",".join("1" for _ in service.gpus) if len(service.gpus) > 1 else None,
+        "utilization_declared": decl.gpu_memory_utilization,
+        "eager_declared": service.eager and service.cuda,
+        "reasoning_parser_dashed": (service.target.reasoning_parser or "").replace("_", "-"),
         "engine_v0": service.cuda and service.method in ("draft_model", "pard"),
     }
     if method == "none":
@@ -39,7 +57,15 @@ def values(service: Service) -> dict[str, Any]:
     return said | {
         "k": service.k,
         "spec_method": "draft_model" if method == "pard" else method,
-        "spec_model": DRAFT_PATH if draft else None,
+        "spec_model": inside(DRAFT_PATH, service.draft) if draft else None,
+        "drafts": True,
+        "draft_tokens": service.k + 1,
+        "topk": 1,
+        "algorithm": "STANDALONE",
+        "spec_type": "draft-simple",
+        "decoding_type": "DraftTarget",
+        "draft_gpu_layers": "all" if service.cuda else None,
+        "draft_unquantized": "unquant" if draft and _widens(service) else None,
         "spec_model_legacy": DRAFT_PATH if draft else "[ngram]",
         "draft_tensor_parallel": service.draft_tp if draft and (several or decl.draft_tensor_parallel) else None,
         "parallel_drafting": method == "pard",
@@ -47,3 +73,8 @@ def values(service: Service) -> dict[str, Any]:
         "runner_v1": service.cuda and method in ("draft_model", "pard"),
         **(NGRAM if method == "ngram" else {}),
     }
+
+
+def _widens(service: Service) -> bool:
+    """Is the target quantised and the draft not?"""
+    return bool(service.target.config.quantization and service.draft and not service.draft.config.quantization)

@@ -1,14 +1,14 @@
 """Versions, methods, images, drivers and cards: what runs on what."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from specrig.plan import versions
 from specrig.plan.declare import show
-from specrig.plan.dialects import nearest
+from specrig.plan.dialects import dialect, methods, nearest
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service, pick_version
-from specrig.plan.types import MAX_K_UNMEASURED, Finding
+from specrig.plan.types import MAX_K_UNMEASURED, Finding, ServiceDecl
 
 _IMAGE = re.compile(
     r"(?P<name>[a-z0-9][a-z0-9._-]*(?::\d{1,5})?(?:/[a-z0-9][a-z0-9._-]*)*)(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?"
@@ -26,7 +26,7 @@ MAX_SEQS_SPECULATING, WARN_SEQS_SPECULATING = 16, 8
 def image_is_pinned(s: Service) -> Iterator[Finding]:
     """A tag that moves makes a rebuild another machine."""
     match = _IMAGE.match(s.image)
-    if s.cuda is False and s.decl.image is None:
+    if s.cuda is False and s.decl.image is None and not s.engine.image_cpu and "cpu" in s.engine.devices:
         yield finding("IMAGE_NOT_FOR_CPU", f"device is cpu, and the official image {s.image} is a CUDA build")
     if match is None:
         yield finding("IMAGE_INVALID", f"image is {show(s.image)}, not name:tag or name:tag@sha256:<64 hex>")
@@ -52,12 +52,77 @@ def image_is_locked(s: Service) -> Iterator[Finding]:
 
 
 def method_exists(s: Service) -> Iterator[Finding]:
-    """Speculation methods come and go between versions."""
-    if s.speculates and not s.method_works:
+    """Speculation methods come and go between versions, and not every engine has each."""
+    has = methods(s.decl.engine)
+    if s.method not in has:
+        cause = f"{s.engine.title} has no method {s.method}; it has {', '.join(has)}"
+        yield finding(
+            "METHOD_NOT_IN_ENGINE", cause, "method: none" if has == ["none"] else f"method: one of {', '.join(has)}"
+        )
+    elif s.speculates and not s.method_works:
         near = nearest(s.decl.engine, s.engine.versions, s.version, s.method)
         cause = f"{s.decl.engine} {s.version} has no method {s.method}; nearest that have it: {' and '.join(near)}"
         others = [*near[:-1], s.engine.versions[-1]]
         yield finding("METHOD_VERSION_WINDOW", cause, f"version: {near[-1]} (or {', '.join(others)})")
+
+
+# Fields that not every engine has a word for (dialects/*.yml: fields).
+ENGINE_FIELDS = ("tensor_parallel", "draft_tensor_parallel", "gpu_memory_utilization", "eager", "vocab")
+
+
+def engine_has_the_words(s: Service) -> Iterator[Finding]:
+    """What an engine can not be told is refused, not left out."""
+    for name in ENGINE_FIELDS:
+        value = getattr(s.decl, name)
+        if name in s.speaking.fields or value == ServiceDecl.model_fields[name].default:
+            continue
+        fix = f"leave {name} out"
+        if name == "tensor_parallel":
+            fix += f"; with gpus: {show_list(range(int(value)))} it spreads the layers over the cards"
+        yield finding("ENGINE_FIELD", f"{name} is {show(value)}; {s.engine.title} has no such setting", fix)
+
+
+def show_list(numbers: Iterable[int]) -> str:
+    """[0, 1] as YAML has it."""
+    return f"[{', '.join(map(str, numbers))}]"
+
+
+def engine_fits_device(s: Service) -> Iterator[Finding]:
+    """Not every engine runs on a processor alone."""
+    if s.decl.device not in s.engine.devices:
+        able = ", ".join(name for name, engine in s.host.catalog.engines.items() if s.decl.device in engine.devices)
+        cause = f"device is {s.decl.device}; {s.engine.title} runs on {' or '.join(s.engine.devices)} only"
+        yield finding("ENGINE_DEVICE", cause, f"device: {s.engine.devices[0]}, or engine: one of {able}")
+
+
+def engine_reads_the_files(s: Service) -> Iterator[Finding]:
+    """An engine reads its own formats: GGUF or safetensors, and in them some quantisations."""
+    formats = s.speaking.formats
+    for model in (s.target, *([s.draft] if s.draft else [])):
+        kind = "gguf" if model.format == "gguf" else str(model.config.quantization or "none")
+        takes = formats.get(model.format, [])
+        if "any" in takes or kind in takes:
+            continue
+        reads = " and ".join(
+            f"{name} ({', '.join(kinds)})" if kinds != ["any"] else name for name, kinds in formats.items()
+        )
+        cause = f"{model.ref.repo} holds {model.format}" + (f" ({kind})" if model.format != "gguf" else "")
+        able = [
+            n
+            for n in s.host.catalog.engines
+            if model.format in dialect(n, s.host.catalog.engines[n].versions[-1]).formats
+        ]
+        yield finding(
+            "MODEL_FORMAT",
+            f"{cause}; {s.engine.title} reads {reads}",
+            f"a model in that form, or engine: one of {', '.join(able)}",
+        )
+
+
+def engine_is_proven(s: Service) -> Iterator[Finding]:
+    """An engine that nobody here has run says so."""
+    if s.engine.not_run:
+        yield finding("ENGINE_NOT_RUN", f"{s.engine.title}: {s.engine.evidence}")
 
 
 def k_is_sound(s: Service) -> Iterator[Finding]:
@@ -121,7 +186,7 @@ def cards_serve(s: Service) -> Iterator[Finding]:
         yield finding(
             "GPU_INDEX_UNKNOWN", f"gpus names {len(s.gpus)} card(s), {len(s.cards)} of them exist (0 to {have - 1})"
         )
-    elif len(s.gpus) != tp:
+    elif len(s.gpus) != tp and "tensor_parallel" in s.speaking.fields:
         yield finding(
             "GPUS_TP_MISMATCH",
             f"gpus lists {len(s.gpus)} card(s), tensor_parallel is {tp}",
@@ -203,7 +268,7 @@ def version_is_safe(s: Service) -> Iterator[Finding]:
     """Old versions carry published weaknesses."""
     floor = s.engine.security_floor
     at = versions.key(s.version)
-    if at >= versions.key(floor) or not s.cuda:  # the CPU build is the lab's own, behind loopback
+    if not floor or at >= versions.key(floor) or not s.cuda:  # the CPU build is the lab's own, behind loopback
         return
     hit = [a for a in s.engine.advisories if versions.key(a.since) <= at < versions.key(a.fixed)]
     names = ", ".join(a.id for a in sorted(hit, key=lambda a: versions.key(a.fixed), reverse=True)[:3])

@@ -23,6 +23,7 @@ CONSTRAINT_CODES = {
     "device": "DEVICE_UNKNOWN",
     "vocab": "VOCAB_MODE_UNKNOWN",
     "repo": "MODEL_NAME_INVALID",
+    "file": "MODEL_FILE",
     "revision": "REVISION_NOT_COMMIT",
     "max_model_len": "CONTEXT_INVALID",
     "max_num_seqs": "CONCURRENCY_INVALID",

@@ -16,7 +16,7 @@ MIN_KEY = 16
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z", re.ASCII)
 _SECRET_ENV = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 _FLAG = re.compile(r"--?[A-Za-z]")
-_SECRET_FLAGS = ("--api-key", "--hf-token")
+_SECRET_FLAGS = ("--api-key", "--hf-token", "--admin-api-key")
 _PARALLEL_FLAGS = ("--pipeline-parallel-size", "--data-parallel-size")
 _FORCED_SLOW = "awq"
 
@@ -40,6 +40,17 @@ def bind_is_safe(s: Service) -> Iterator[Finding]:
         yield finding(
             "BIND_EXPOSED_WITHOUT_KEY", f"bind is {s.decl.bind}, reachable from the network, and rig_api_key is not set"
         )
+
+
+def engine_takes_a_key(s: Service) -> Iterator[Finding]:
+    """Some engines have no key, or write it to their log: they stay on loopback, behind the gateway."""
+    address = _address(s.decl.bind)
+    if s.engine.key_env or address is None:
+        return
+    if address.is_loopback:
+        yield finding("ENGINE_KEYLESS", f"{s.engine.title} takes no key in secret: every user of the host may ask it")
+    else:
+        yield finding("ENGINE_KEYLESS_EXPOSED", f"bind is {s.decl.bind}, and {s.engine.title} takes no key in secret")
 
 
 def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
@@ -129,7 +140,11 @@ def arguments_are_ours(s: Service) -> Iterator[Finding]:
             "REMOTE_CODE", "extra_args has --trust-remote-code: Python from the model's repository runs in the engine"
         )
     words = [part for word in s.decl.extra_args for part in word.split("=", 1)]
-    if s.cuda and any(a in ("--quantization", "-q") and b == _FORCED_SLOW for a, b in pairwise(words)):
+    if (
+        s.cuda
+        and s.decl.engine == "vllm"
+        and any(a in ("--quantization", "-q") and b == _FORCED_SLOW for a, b in pairwise(words))
+    ):
         yield finding(
             "QUANTIZATION_FORCED", "extra_args has --quantization awq, which picks the slow kernel before 0.27"
         )

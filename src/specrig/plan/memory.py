@@ -62,7 +62,7 @@ def it_fits(s: Service) -> Iterator[Finding]:
 
 def graphs_are_kept(s: Service) -> Iterator[Finding]:
     """Eager mode is the dearest flag there is, except where an old engine needs it to verify in one pass."""
-    if not s.cuda or not s.eager:
+    if not s.cuda or not s.eager or s.speaking.traits["budget"] != "share":
         return
     if s.eager_forced:
         cause = f"CUDA graphs do not fit beside a context of {s.decl.max_model_len}: eager, 2-3 times slower"
@@ -81,7 +81,7 @@ def graphs_are_kept(s: Service) -> Iterator[Finding]:
 
 def cpu_cache_fits(s: Service) -> Iterator[Finding]:
     """On a CPU the cache is a number of GiB that a person sets."""
-    if s.cuda:
+    if s.cuda or s.decl.engine != "vllm":
         return
     cache = cpu_cache(s)
     if cache["kv_tokens"] < s.decl.max_model_len:
@@ -89,6 +89,30 @@ def cpu_cache_fits(s: Service) -> Iterator[Finding]:
         need = -(-s.decl.max_model_len * per_token // (1 << 30))
         cause = f"max_model_len {s.decl.max_model_len} in a cache of {cache['kv_tokens']} tokens"
         yield finding("CPU_CACHE_TOO_SMALL", cause, f'env: {{VLLM_CPU_KVCACHE_SPACE: "{need}"}}')
+
+
+def estimate(s: Service) -> Iterator[Finding]:
+    """Engines without an account of their own: what they hold at least, against what the cards have."""
+    if not s.cuda or not s.cards or s.ledger is not None:
+        return
+    models = [s.target, *([s.draft] if s.uses_draft and s.draft else [])]
+    weights = sum(model.weights for model in models) // vram.MIB
+    # llama.cpp takes the cache of all its slots when it starts; the others must hold one full sequence.
+    sequences = s.decl.max_num_seqs if s.target.format == "gguf" else 1
+    per_token = sum(vram.kv_bytes_per_token(model.config, 1) for model in models)
+    cache = per_token * s.decl.max_model_len * sequences // vram.MIB
+    have = sum(card.ledger_card.visible_mib - card.ledger_card.display_mib for card in s.cards)
+    held = f"{_gib(weights)} of weights and {_gib(cache)} of KV cache ({sequences} x {s.decl.max_model_len} tokens), {_gib(have)} on the cards"
+    if weights + cache > have:
+        fits = max(0, have - weights) * vram.MIB // (per_token * sequences) // vram.STEP * vram.STEP
+        fix = (
+            f"max_model_len: {fits}, or fewer max_num_seqs"
+            if fits >= vram.STEP
+            else "a smaller or quantised model, or more cards"
+        )
+        yield finding("VRAM_MODELS_DO_NOT_FIT", held, fix)
+    else:
+        yield finding("VRAM_ESTIMATE", f"{held}; {s.engine.title}'s own overhead is not in this")
 
 
 def context_is_known(s: Service) -> Iterator[Finding]:

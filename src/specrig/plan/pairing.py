@@ -19,6 +19,7 @@ EFFICIENCY = 0.7  # of the card's bandwidth (bench.md 3.1)
 # 11 ms per drafted token; the 2.1 and 0.8 ms that reading takes there stay below the floor.
 LAYER_MS, EAGER_LAYER_MS, STEP_MS = 0.12, 0.45, 0.9
 ALL_REDUCE_MS = 0.03  # one all-reduce over PCIe, two per layer (bench.md 3.3: 15-40 us)
+MEASURED = "vllm"  # the one engine whose passes were timed; nothing is guessed for others
 PER_TOKEN = (0.6, 0.7, 0.8, 0.9)  # chances that one drafted token is accepted, for the table of best K
 
 
@@ -42,7 +43,7 @@ def tokenizers_match(s: Service) -> Iterator[Finding]:
 
 def vocabularies_meet(s: Service) -> Iterator[Finding]:
     """Every engine refuses a draft of another vocabulary width, unless it is padded or mapped."""
-    if not s.uses_draft or s.draft is None or s.vocab in ("n/a", "same"):
+    if not s.uses_draft or s.draft is None or s.vocab in ("n/a", "same", "near") or not s.method_works:
         return
     t, d = s.target.config.vocab_size, s.draft.config.vocab_size
     widths = f"the draft has {d} rows, the target {t}"
@@ -64,6 +65,12 @@ def vocabularies_meet(s: Service) -> Iterator[Finding]:
                 f"vocabulary mapping with tensor_parallel {s.tp} was never run by us",
                 "vocab: pad",
             )
+    elif s.target.file or s.draft.file:
+        gap = s.speaking.traits["vocabulary_gap"]
+        yield finding(
+            "VOCAB_GAP",
+            f"{widths}; {s.engine.title} takes a difference of {gap}, and a GGUF file can not be padded here",
+        )
     elif s.vocab == "unlike":
         yield finding(
             "VOCAB_DRAFT_WIDER", f"{widths}; a draft can be padded, not cut, and {s.version} can not map vocabularies"
@@ -80,7 +87,7 @@ def pair_makes_sense(s: Service) -> Iterator[Finding]:
     """A draft is another, smaller model with at least the target's context."""
     if s.draft is None:
         return
-    if s.draft.ref.repo == s.target.ref.repo:
+    if (s.draft.ref.repo, s.draft.file) == (s.target.ref.repo, s.target.file):
         yield finding("DRAFT_IS_TARGET", f"draft and target are both {s.target.ref.repo}")
         return
     if not s.uses_draft:
@@ -121,6 +128,10 @@ def models_are_locked(s: Service) -> Iterator[Finding]:
 
 
 def _reads(model: Model) -> int:
+    if model.file:  # the embedding is quantised as well: its share of all parameters
+        config = model.config.model_copy(update={"quantization": None})
+        table = 2 * config.vocab_size * config.hidden_size
+        return int(model.weights * (1 - table / vram.weight_bytes(config)))
     return vram.read_bytes(model.config, model.weights)
 
 
@@ -137,7 +148,7 @@ def payoff(s: Service) -> dict[str, Any]:
     Times in ms per pass at batch 1; `break_even_acceptance` = accepted / drafted; `best_k` per chance that one token is
     accepted, {chance: {k, speedup}} over K 1 to 6. An estimate: `assumptions` says of what.
     """
-    if not s.uses_draft or s.draft is None or not s.cards:
+    if not s.uses_draft or s.draft is None or not s.cards or s.decl.engine != MEASURED:
         return {}
     bandwidth = min(card.gpu.bandwidth_gbs for card in s.cards)
     draft_eager = s.eager or (s.speaking.traits["engine"] == "V1" and not s.speaking.traits["draft_graphs"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from specrig.plan import versions
 from specrig.plan.catalog import Catalog, Gpu, catalog, gpu_named
-from specrig.plan.command import DRAFT_PATH, DRAIN_S, TARGET_PATH, values
+from specrig.plan.command import DRAFT_PATH, DRAIN_S, FILES_PATH, TARGET_PATH, values
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
 from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
@@ -200,7 +200,14 @@ def _render(host: Host, service: Service) -> ServicePlan:
         completion_path=service.engine.completion_path,
         metrics_path=service.engine.metrics_path,
         metrics=dict(service.speaking.metrics),
-        files=[],
+        files=[
+            {
+                "path": f"/etc/specrig/services/{decl.name}/{name}",
+                "path_in_container": f"{FILES_PATH}/{name}",
+                "content": content,
+            }
+            for name, content in service.speaking.files(said).items()
+        ],
         k=service.k if service.speculates else 0,
         method=service.method if service.speculates else "none",
         # Loading is disk-bound; capturing graphs and compiling comes on top (70-90 s cold on an H200).
@@ -222,7 +229,7 @@ def _cache_key(service: Service, models: list[dict[str, Any]]) -> str:
 def _memory(service: Service) -> dict[str, Any]:
     if service.ledger is not None:
         return service.ledger.as_json()
-    return {} if service.cuda else cpu_cache(service)
+    return {} if service.cuda or service.decl.engine != "vllm" else cpu_cache(service)
 
 
 def artefact_id(model: Model, pad: int | None = None) -> str:

@@ -72,7 +72,7 @@ def _service(s: ServicePlan) -> Iterator[str]:
     yield f"  {s.name}    {s.engine} {s.version} on {s.device}, {speculation}"
     yield f"    image    {s.image}"
     for model in s.models:
-        yield f"    {'target' if model['path_in_container'].endswith('target') else 'draft':<8} {model['artefact']}"
+        yield f"    {'target' if model['path_in_container'] == '/models/target' else 'draft':<8} {model['artefact']}"
     yield from _pair(s.pair)
     for port in s.ports:
         yield f"    listens  {port['bind']}:{port['port']} as {s.served_name}"
@@ -82,6 +82,9 @@ def _service(s: ServicePlan) -> Iterator[str]:
     yield f"    command  {' '.join(s.entrypoint)}"
     for line in flags(s.argv):
         yield f"               {line}"
+    for file in s.files:
+        yield f"    file     {file['path_in_container']}"
+        yield from (f"               {line}" for line in file["content"].splitlines())
     yield from _memory(s.vram)
     for note in s.notes:
         yield from _wrap(f"note: {note}", 4)
@@ -93,6 +96,7 @@ def _pair(pair: Mapping[str, Any]) -> Iterator[str]:
     how = {
         "pad": f"padded from {pair['draft_vocab']} to {pair['target_vocab']} tokens",
         "same": f"both {pair['target_vocab']} tokens",
+        "near": f"{pair['draft_vocab']} and {pair['target_vocab']} tokens, which the engine takes",
         "heterogeneous": f"mapped by the engine, {pair['draft_vocab']} and {pair['target_vocab']} tokens",
     }.get(pair["vocab"], f"{pair['draft_vocab']} and {pair['target_vocab']} tokens")
     yield f"    pair     vocabulary {how}; tokenizer {pair['tokenizer']}"

@@ -28,6 +28,12 @@ class Model:
     tokenizer: str | None  # the catalog's family name
     kind: str
     reasoning_parser: str | None
+    file: str | None = None  # the one GGUF file; None: safetensors, the whole folder
+
+    @property
+    def format(self) -> str:
+        """What its files are: gguf or safetensors."""
+        return "gguf" if self.file else "safetensors"
 
     @property
     def revision(self) -> str | None:
@@ -229,7 +235,15 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
     else:
         cause = f"{ref.repo} is neither locked nor in the catalog: its size and vocabulary are unknown"
         return None, [finding("MODEL_UNKNOWN", cause, "add the model to catalog/models.yml")]
-    real = sum(f.size for f in locked.files if f.path.endswith(".safetensors")) if locked else 0
+    sizes = {f.path: f.size for f in locked.files} if locked else known.files if known else {}
+    several = [path for path in sizes if path.endswith(".gguf")]
+    file = ref.file or (several[0] if len(several) == 1 else None)
+    if several and file not in several:
+        cause = f"{ref.repo} has {len(several)} GGUF files" + (f", {ref.file} is not among them" if ref.file else "")
+        return None, [finding("MODEL_FILE", cause, f"file: {' or '.join(several[:4])}")]
+    if file and not several and locked is not None:
+        return None, [finding("MODEL_FILE", f"{ref.repo} is locked without {file}", "./rig models lock")]
+    real = sizes.get(file, 0) if file else sum(n for path, n in sizes.items() if path.endswith(".safetensors"))
     model = Model(
         ref=ref,
         config=config,
@@ -238,16 +252,21 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
         tokenizer=known.tokenizer if known else None,
         kind=known.kind if known else "causal",
         reasoning_parser=known.reasoning_parser if known else None,
+        file=file,
     )
     return model, []
 
 
-def vocab_mode(decl: ServiceDecl, method: Method, target: Model, draft: Model | None, wide: bool) -> str:
-    """How draft and target vocabularies of different width meet. `wide`: the version maps vocabularies itself."""
+def vocab_mode(decl: ServiceDecl, method: Method, target: Model, draft: Model | None, traits: Mapping[str, Any]) -> str:
+    """How draft and target vocabularies of different width meet: the version takes a gap, maps it itself, or wants a padded draft."""
+    wide = bool(traits["heterogeneous_vocab"])
     if draft is None or method not in ("draft_model", "pard"):
         return "n/a"
     if draft.config.vocab_size == target.config.vocab_size:
         return "same"
+    if draft.file or target.file:  # only safetensors can be padded here
+        near = abs(draft.config.vocab_size - target.config.vocab_size) <= int(traits["vocabulary_gap"])
+        return "near" if near else "unlike"
     if decl.vocab != "auto":
         return decl.vocab
     if draft.config.vocab_size < target.config.vocab_size:
@@ -302,6 +321,8 @@ def with_memory(service: Service) -> Service:
 
     Both are decided with the declared draft counted in, so that switching speculation off changes no other flag.
     """
+    if service.speaking.traits["budget"] != "share":
+        return replace(service, eager=bool(service.decl.eager))  # no account of this engine: memory.estimate
     if not service.cuda:
         return replace(service, eager=service.decl.eager is not False)
     if not service.cards:
@@ -333,7 +354,7 @@ def cpu_cache(service: Service) -> dict[str, Any]:
 def _cards_of(decl: ServiceDecl, host: Host) -> tuple[tuple[HostCard, ...], tuple[int | str, ...]]:
     if decl.device == "cpu":
         return (), ()
-    wanted = tuple(decl.gpus) if decl.gpus is not None else tuple(range(decl.tensor_parallel))
+    wanted: tuple[int | str, ...] = tuple(decl.gpus) if decl.gpus is not None else tuple(range(decl.tensor_parallel))
     by_uuid: dict[int | str, HostCard] = {card.uuid: card for card in host.cards if card.uuid}
     by_index: dict[int | str, HostCard] = {card.index: card for card in host.cards}
     found = [by_index.get(gpu) if isinstance(gpu, int) else by_uuid.get(gpu) for gpu in wanted]
@@ -359,8 +380,8 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
     method: Method = decl.method or default
     cards, gpus = _cards_of(decl, host)
     version = decl.version if decl.version != "auto" else pick_version(decl, method, host, cards, engine)
-    wide = bool(dialect(decl.engine, version).traits["heterogeneous_vocab"])
-    declared = decl.image or engine.image.format(version=version)
+    official = engine.image if decl.device == "cuda" or not engine.image_cpu else engine.image_cpu
+    declared = decl.image or official.format(version=version)
     locked, faults = lock.image(declared)
     if faults:
         return None, [replace(f, cause=f"{decl.name}: {f.cause}") for f in faults]
@@ -376,7 +397,7 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
         draft=draft,
         method=method,
         k=decl.k if decl.k is not None else DEFAULT_K if method != "none" else 0,
-        vocab=vocab_mode(decl, method, target, draft, wide),
+        vocab=vocab_mode(decl, method, target, draft, dialect(decl.engine, version).traits),
         cards=cards,
         gpus=gpus,
         utilization=decl.gpu_memory_utilization or DEFAULT_UTILIZATION,

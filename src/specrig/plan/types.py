@@ -83,13 +83,18 @@ class ModelRef(Declared):
 
     repo: Repo
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="a full commit id, never a branch or tag")
+    file: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.gguf$",
+        description="one GGUF file of a repository that has several",
+    )
 
 
 class ServiceDecl(Declared):
     """One engine under one systemd unit."""
 
     name: Annotated[str, AfterValidator(_not_ours)] = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "llama_cpp", "sglang", "aphrodite", "tensorrt_llm", "ollama"] = "vllm"
     version: Text = Field("auto", description="an exact version, or auto: the newest that the driver runs")
     image: Text | None = Field(None, description="overrides the official image; tag or tag@sha256, never latest")
     device: Literal["cuda", "cpu"] = "cuda"

@@ -1,4 +1,4 @@
-"""Version numbers that compare: engines ("0.6.4.post1") and drivers ("580.65.06")."""
+"""Version numbers that compare: engines ("0.6.4.post1", build tags as "b11434") and drivers ("580.65.06")."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 Key = tuple[int, ...]
-_VERSION = re.compile(r"(\d{1,6}(?:\.\d{1,6}){0,3})(?:\.post(\d{1,3}))?\Z", re.ASCII)
+_VERSION = re.compile(r"(?:b(?=\d+\Z))?(\d{1,6}(?:\.\d{1,6}){0,3})(?:\.post(\d{1,3}))?\Z", re.ASCII)
 
 
 @lru_cache(maxsize=4096)

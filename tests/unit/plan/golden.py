@@ -33,23 +33,38 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """File name (without .txt) and declaration."""
     for name, profile in profiles().items():
         service = profile.services[0]["name"]
-        for version in [profile.services[0]["version"]] if name == "cpu_demo" else VERSIONS:
+        fixed = name == "cpu_demo" or profile.services[0]["engine"] != "vllm"
+        for version in [profile.services[0].get("version", "auto")] if fixed else VERSIONS:
             yield f"{name}@{version}", {"rig_profile": name, "rig_services": [{"name": service, "version": version}]}
     for variant, over in VARIANTS.items():
         for version in VARIANT_VERSIONS:
             item = {"name": "r1-14b", "version": version, **over}
             decl = {"rig_profile": "rtx4090_r1_14b", "rig_services": [item], "rig_speculation": variant != "off"}
             yield f"rtx4090_r1_14b+{variant}@{version}", decl
+    for engine in ("llama_cpp", "sglang", "aphrodite", "tensorrt_llm"):
+        yield f"rtx4090_r1_14b_{engine}+off", {"rig_profile": f"rtx4090_r1_14b_{engine}", "rig_speculation": False}
+    cards = [{"name": "rtx_3090", "count": 2}]
+    two = {
+        "rig_profile": "rtx4090_r1_14b_llama_cpp",
+        "rig_gpus": cards,
+        "rig_services": [{"name": "r1-14b", "gpus": [0, 1]}],
+    }
+    yield "rtx4090_r1_14b_llama_cpp+two_cards", two
+    for engine in ("sglang", "tensorrt_llm", "aphrodite"):
+        service = [{"name": "r1-14b", "tensor_parallel": 2}]
+        two = {"rig_profile": f"rtx4090_r1_14b_{engine}", "rig_gpus": cards, "rig_services": service}
+        yield f"rtx4090_r1_14b_{engine}+tp2", two
 
 
 def text(declaration: dict[str, Any]) -> str:
-    """What the file holds: image, environment, command; or the refusals."""
+    """What the file holds: image, environment, command, configuration files; or the refusals."""
     plan = plan_host("golden", declaration)
     if plan.refusals:
         return "".join(f"refused: {found.code}: {found.cause}\n" for found in plan.refusals)
     service = plan.services[0]
     lines = [service.image, *(f"{key}={value}" for key, value in service.env.items()), " ".join(service.entrypoint)]
-    return "\n".join([*lines, *flags(service.argv)]) + "\n"
+    files = [f"== {file['path_in_container']}\n{file['content'].rstrip()}" for file in service.files]
+    return "\n".join([*lines, *flags(service.argv), *files]) + "\n"
 
 
 def main() -> int:

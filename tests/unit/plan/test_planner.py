@@ -71,8 +71,8 @@ def test_widths_that_agree_need_no_padding() -> None:
     assert [model["derive"] for model in plan.models] == [None, None]
 
 
-def _without_speculation(argv: list[str]) -> list[str]:
-    flags, _ = speculative_parts("vllm")
+def _without_speculation(argv: list[str], engine: str) -> list[str]:
+    flags, _ = speculative_parts(engine)
     kept: list[str] = []
     skip = False
     for word in argv:
@@ -85,8 +85,11 @@ def _without_speculation(argv: list[str]) -> list[str]:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_switch_changes_nothing_else(profile: str, version: str | None) -> None:
     name = profiles()[profile].services[0]["name"]
-    if profile == "cpu_demo" and version is not None:
-        return
+    engine = profiles()[profile].services[0]["engine"]
+    if version is not None and (profile == "cpu_demo" or engine != "vllm"):
+        pytest.skip("a version of its own")
+    if profiles()[profile].services[0].get("method") == "none":
+        pytest.skip("nothing to switch off")
     over: dict[str, Any] = {"draft_tensor_parallel": None, **({"version": version} if version else {})}
     if profile.endswith("_article"):
         over["gpu_memory_utilization"] = None
@@ -95,12 +98,13 @@ def test_the_switch_changes_nothing_else(profile: str, version: str | None) -> N
     off = plan_host("host", {**declaration, "rig_speculation": False})
     assert on.ok and off.ok, (on.refusals, off.refusals)
     a, b = on.services[0].as_json(), off.services[0].as_json()
-    assert b["argv"] == _without_speculation(a["argv"]) != a["argv"]
-    _, variables = speculative_parts("vllm")
+    assert b["argv"] == _without_speculation(a["argv"], engine)
+    assert b["argv"] != a["argv"] or b["files"] != a["files"]
+    _, variables = speculative_parts(engine)
     assert b["env"] == {key: value for key, value in a["env"].items() if key not in variables}
     assert b["models"] == a["models"][:1]
     assert (b["k"], b["method"], b["pair"]) == (0, "none", {})
-    changed = {"argv", "env", "models", "k", "method", "pair", "vram", "cache_key"}
+    changed = {"argv", "env", "models", "k", "method", "pair", "vram", "cache_key", "files"}
     assert {key: a[key] for key in a.keys() - changed} == {key: b[key] for key in b.keys() - changed}
     assert a["vram"].get("gpu_memory_utilization") == b["vram"].get("gpu_memory_utilization")
 

@@ -20,13 +20,15 @@ anything = st.recursive(
 )
 known = catalog()
 repos = st.sampled_from(sorted(known.models))
-refs = st.fixed_dictionaries({"repo": repos}, optional={"revision": st.sampled_from(["1" * 40, "main"])})
+files = st.sampled_from([*(file for model in known.models.values() for file in model.files), "other.gguf", "x"])
+refs = st.fixed_dictionaries({"repo": repos}, optional={"revision": st.sampled_from(["1" * 40, "main"]), "file": files})
 args = st.sampled_from(
     ["--seed", "1", "--api-key", "--swap-space", "-q", "awq", "--quantization=awq", "--max-model-len=4", "--n", ""]
 )
 plausible: dict[str, st.SearchStrategy[Any]] = {
     "name": st.sampled_from(["tiny", "r1-14b", "r1-32b", "r1-7b", "other"]),
-    "version": st.sampled_from([*known.engines["vllm"].versions, "auto", "0.34.0"]),
+    "engine": st.sampled_from(sorted(known.engines)),
+    "version": st.sampled_from([*(v for e in known.engines.values() for v in e.versions), "auto", "0.34.0"]),
     "device": st.sampled_from(["cuda", "cpu"]),
     "image": st.sampled_from(["a/b:0.32.0", "a/b:latest", "a:5000/b@sha256:" + "0" * 64, None]),
     "target": refs,

@@ -1,13 +1,16 @@
 """How a resolved service is said in an engine's own words, version by version.
 
-The tables (vllm.yml) hold every difference between versions; this module walks them.
+The tables (one file per engine) hold every difference between engines and versions; this module walks them.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import yaml
 
 from specrig.plan import versions
 from specrig.plan.catalog import read
@@ -38,6 +41,9 @@ class Dialect:
     owned: frozenset[str]  # flags that the plan writes, in any version
     owned_env: Mapping[str, str]  # variables a person may not set, and what to do instead
     short: Mapping[str, str]
+    formats: Mapping[str, list[str]]  # file format -> quantisations that are read; "any"
+    fields: frozenset[str]  # fields of a service that not every engine has a word for, and this one has
+    file_rows: tuple[Mapping[str, Any], ...]
 
     def argv(self, values: Values) -> list[str]:
         """The arguments that follow the entry point."""
@@ -53,7 +59,38 @@ class Dialect:
 
     def env(self, values: Values) -> dict[str, str]:
         """The engine's environment; never a secret."""
-        return {name: text for name, source, text in self.env_rows if values.get(source)}
+        said = ((name, values.get(source), text) for name, source, text in self.env_rows)
+        return {name: text or ("1" if value is True else str(value)) for name, value, text in said if value}
+
+    def files(self, values: Values) -> dict[str, str]:
+        """The engine's configuration files: name -> content."""
+        return {
+            row["name"]: _yaml(row, values) if row["format"] == "yaml" else _lines(row, values)
+            for row in self.file_rows
+        }
+
+
+def _yaml(row: Mapping[str, Any], values: Values) -> str:
+    document: dict[str, Any] = {}
+    for entry in row["keys"]:
+        value = values.get(entry["from"])
+        if value is None or value is False or value == "":
+            continue
+        *parents, last = entry["key"].split(".")
+        place = document
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return str(yaml.safe_dump(document, sort_keys=False))
+
+
+def _lines(row: Mapping[str, Any], values: Values) -> str:
+    lines = []
+    for entry in row["lines"]:
+        names = re.findall(r"\{(\w+)\}", entry["text"])
+        if all(values.get(name) not in (None, False, "") for name in names):
+            lines.append(re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), entry["text"]))
+    return "\n".join(lines) + "\n"
 
 
 @lru_cache(maxsize=512)
@@ -71,7 +108,7 @@ def dialect(engine: str, version: str) -> Dialect:
         entrypoint=tuple(now(tables["entrypoints"])[0]["argv"]),
         flags=tuple((row["flag"], row["from"]) for row in now(tables["flags"])),
         json_keys=tuple((row["key"], row["from"]) for row in now(tables["speculative_config"])),
-        env_rows=tuple((row["name"], row["from"], row.get("value", "1")) for row in now(tables["env"])),
+        env_rows=tuple((row["name"], row["from"], row.get("value", "")) for row in now(tables["env"])),
         traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
         metrics=now(tables["metrics"])[0]["read"],
         known={flag: any(row["flag"] == flag for row in now(tables["known"])) for flag in known},
@@ -80,6 +117,9 @@ def dialect(engine: str, version: str) -> Dialect:
         .difference(known),
         owned_env=tables["owned_env"],
         short=tables["short"],
+        formats=tables["formats"],
+        fields=frozenset(tables["fields"]),
+        file_rows=tuple(now(tables.get("files", []))),
     )
 
 
@@ -87,7 +127,14 @@ def dialect(engine: str, version: str) -> Dialect:
 def method_works(engine: str, method: str, version: str) -> bool:
     """Does `version` have this speculation method?"""
     at = versions.key(version)
-    return any(versions.within(at, window) for window in _tables(engine)["methods"][method]["windows"])
+    return any(
+        versions.within(at, window) for window in _tables(engine)["methods"].get(method, {"windows": []})["windows"]
+    )
+
+
+def methods(engine: str) -> list[str]:
+    """The methods that any version of an engine has."""
+    return list(_tables(engine)["methods"])
 
 
 def speculative_parts(engine: str) -> tuple[frozenset[str], frozenset[str]]:
@@ -100,7 +147,10 @@ def speculative_parts(engine: str) -> tuple[frozenset[str], frozenset[str]]:
 @lru_cache(maxsize=8)
 def _options(engine: str) -> tuple[list[versions.Key], dict[str, list[tuple[versions.Key, versions.Key]]]]:
     """The versions whose parser was asked, and each option's spans of them (first, last)."""
-    data = read(f"dialects/{engine}_options.yml")
+    try:
+        data = read(f"dialects/{engine}_options.yml")
+    except FileNotFoundError:  # nobody asked its parser: `known` is all there is
+        return [], {}
     spans = {
         option: [(versions.key(first), versions.key(last)) for first, last in (span.split("..") for span in row)]
         for option, row in data["options"].items()
@@ -116,6 +166,8 @@ def options(engine: str) -> Iterable[str]:
 def option_accepted(engine: str, option: str, version: str) -> bool:
     """Does the version's own parser take this option? Between two that were asked: when either does."""
     asked, spans = _options(engine)
+    if not asked:
+        return False
     at = versions.key(version)
     near = {max((a for a in asked if a <= at), default=asked[0]), min((a for a in asked if a >= at), default=asked[-1])}
     return any(first <= one <= last for one in near for first, last in spans.get(option, []))
