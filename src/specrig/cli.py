@@ -11,9 +11,24 @@ from collections.abc import Sequence
 
 from specrig import __version__
 from specrig.console import CannotRun, complain
-from specrig.verbs import bench, demo, explain, images, init, lab, models, plan, preflight, status, test, up, verify
+from specrig.verbs import (
+    bench,
+    demo,
+    explain,
+    images,
+    init,
+    lab,
+    models,
+    plan,
+    preflight,
+    rollback,
+    status,
+    test,
+    up,
+    verify,
+)
 
-VERBS = (init, plan, explain, models, images, preflight, up, verify, status, demo, lab, bench, test)
+VERBS = (init, plan, explain, models, images, preflight, up, rollback, verify, status, demo, lab, bench, test)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import specrig
 from specrig.host import (
+    arguments,
     bundle,
     cuda,
     driver,
@@ -31,6 +32,7 @@ from specrig.host import (
     stage,
     start,
     status,
+    switch,
     upstreams,
 )
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
@@ -73,6 +75,15 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--enable", action="store_true", help="also at boot")
     one.add_argument("--timeout", type=float, default=1800)
     one.add_argument("--check", action="store_true", help="only say whether it would start")
+    one = verbs.add_parser("arguments", help="ask the images' own parsers about the services' command lines")
+    one.add_argument("job", help="{services: entries of the plan} as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say whether something is to be asked")
+    one = verbs.add_parser("switch", help="let a service run with the files that are there, prove it, or go back")
+    one.add_argument("job", help="{service: its entry in the plan} as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say whether something would be done")
+    one = verbs.add_parser("rollback", help="go back to what was proven before")
+    one.add_argument("service", nargs="?", help="default: the only one")
+    one.add_argument("--check", action="store_true", help="only say what it would go back to")
     _store(verbs)
     one = verbs.add_parser("status", help="units, containers, health, models, applied plan")
     one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
@@ -187,6 +198,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return pull.pull(args.image, progress, args.check)
     if args.verb == "start":
         return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable, args.after)
+    if args.verb == "arguments":
+        return arguments.arguments(_document(args.job, stdin), progress, args.check)
+    if args.verb == "switch":
+        return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
+    if args.verb == "rollback":
+        return switch.rollback(args.service, progress, args.check)
     if args.verb == "driver":
         return driver.driver(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":

@@ -10,6 +10,8 @@ COULD_NOT_RUN = 2
 
 # Every code a verb can end with, and what it means. A code is never renamed or given another meaning.
 CODES = {
+    "ARGUMENTS_JOB": "the job names no services of a plan",
+    "ARGUMENTS_REFUSED": "the image's own parser refuses the command line; nothing was changed",
     "BUNDLE_BROKEN": "the bundle cannot be read, or holds no model",
     "BUNDLE_DEST": "the bundle cannot be written there",
     "BUNDLE_DISK": "no space for the bundle",
@@ -46,6 +48,8 @@ CODES = {
     "PAD_TENSOR": "the embedding or the output layer is missing, quantised or of another width",
     "PAD_WIDTH": "a vocabulary can only be widened",
     "PREFLIGHT_INPUT": "what is wanted of the machine cannot be read",
+    "PROOF_FAILED": "a service that is active does not complete a prompt",
+    "PROOF_SHORT": "fewer drafted tokens are accepted than the service is declared to need",
     "PULL_BROKEN": "the transfer broke off, several times",
     "PULL_DENIED": "the registry refuses the image to this host",
     "PULL_DISK": "no space for the image",
@@ -58,6 +62,10 @@ CODES = {
     "READY_KEY": "the API key cannot be read, or the engine refuses it",
     "READY_MODEL": "the engine serves other names",
     "READY_TIMEOUT": "not ready in time",
+    "ROLLBACK_FAILED": "the previous one does not start; what ran before runs again",
+    "ROLLBACK_MODELS": "models of the previous one are not on this host any more",
+    "ROLLBACK_NOTHING": "nothing was proven before",
+    "ROLLBACK_WHICH": "several services have a record; name one",
     "SHARE_ALLOW": "not a network",
     "SHARE_LISTEN": "the address cannot be listened on",
     "STAGE_BUSY": "another stager is at work",
@@ -79,6 +87,9 @@ CODES = {
     "START_TIMEOUT": "not active in time",
     "STORE_DAMAGED": "published files are not what was staged: bits fell over, or somebody wrote to them",
     "STORE_EMPTY": "no published model: nothing was verified",
+    "SWITCH_JOB": "the job is not a service of a plan",
+    "UPGRADE_STUCK": "neither the new one nor the proven one starts",
+    "UPGRADE_UNDONE": "the new one failed; the proven one runs again",
 }
 
 

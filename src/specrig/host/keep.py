@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specrig.host import manifest, stage
+from specrig.host import manifest, proven, stage
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.manifest import DAMAGED, MANIFEST, read_manifest
 from specrig.host.progress import Progress, amount, write_json
@@ -142,6 +142,7 @@ def in_use(root: Path, plan_file: Path = PLAN, units: Path = UNITS) -> set[Path]
     for unit in sorted(units.glob("specrig-*.service")) + sorted(units.glob("specrig-*.service.d/*.conf")):
         for text in re.findall(re.escape(str(root)) + r"/[^\s:'\"/]+/[^\s:'\"/]+", unit.read_text(errors="replace")):
             used.add(Path(text))
+    used |= proven.model_paths()  # an upgrade must not take away what it would go back to
     # A link counts as what it points at: somebody may have written .../current into a unit.
     return used | {path.resolve() for path in used}
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrig.host import docker_api, ready, units
+from specrig.host import docker_api, proven, ready, units
 from specrig.host.errors import HostError
 from specrig.host.manifest import DAMAGED, read_manifest
 
@@ -108,6 +108,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
                 "stale": _stale(name, unit),
                 "container": _container(name[: -len(".service")]),
                 "health": _health(service) if service else None,
+                "upgrade": proven.summary(name[len("specrig-") : -len(".service")]),
             }
         )
     return {

@@ -211,7 +211,8 @@ def _render(host: Host, service: Service) -> ServicePlan:
         k=service.k if service.speculates else 0,
         method=service.method if service.speculates else "none",
         # Loading is disk-bound; capturing graphs and compiling comes on top (70-90 s cold on an H200).
-        start_timeout_s=900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
+        min_acceptance=decl.min_acceptance,
+        start_timeout_s=decl.start_timeout_s or 900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
         stop_timeout_s=DRAIN_S + 40,
         cache_key=_cache_key(service, models),
         vram=_memory(service),

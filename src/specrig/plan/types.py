@@ -115,6 +115,15 @@ class ServiceDecl(Declared):
     port: int = Field(8000, ge=1024, le=65535)
     served_name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$", description="default: name")
     vocab: Literal["auto", "pad", "heterogeneous"] = "auto"
+    min_acceptance: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="accepted / drafted tokens below which an upgrade is taken back and status falls short; default: only 0 does",
+    )
+    start_timeout_s: int | None = Field(
+        None, ge=30, le=86400, description="how long a start may take; default: from the size of the weights"
+    )
     eager: bool | None = Field(None, description="default: CUDA graphs wherever they fit")
     extra_args: list[Annotated[str, Field(max_length=4096)]] = Field([], max_length=64)
     env: dict[str, Annotated[str, Field(max_length=4096)]] = Field({}, max_length=64)
@@ -262,6 +271,7 @@ class ServicePlan:
     files: list[dict[str, str]]  # configuration files mounted read-only: {path, path_in_container, content}
     k: int
     method: str
+    min_acceptance: float | None
     start_timeout_s: int
     stop_timeout_s: int
     cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another

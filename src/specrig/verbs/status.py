@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
 from specrig import runner
 from specrig.console import say
+from specrig.host.switch import words
 from specrig.plan import HostPlan
 from specrig.verbs.plan import add_host_arguments, make_plans
 
@@ -47,8 +49,13 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
         for name, u in units.items()
         if u.get("stale")
     ]
+    slow = [
+        f"{name}: {speculation['cause']}"
+        for name, u in units.items()
+        if (speculation := (u.get("upgrade") or {}).get("speculation") or {}).get("short")
+    ]
     drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
-    return missing + down + deaf + old + drift
+    return missing + down + deaf + old + slow + drift
 
 
 def healthy(unit: dict[str, Any]) -> bool:
@@ -68,9 +75,33 @@ def describe(host: str, report: dict[str, Any], plan: HostPlan) -> list[str]:
         lines.append(
             f"  {unit['unit']:<32} {unit['state']:<12} {answer:<16} restarts {unit['restarts']}  since {unit['since']}"
         )
+        lines += upgrade_lines(unit.get("upgrade") or {})
     for model in report.get("models", []):
         lines.append(f"  {model['path']}  {model['bytes'] / 1e9:.2f} GB{'  made here' if model['derived'] else ''}")
     return lines
+
+
+def upgrade_lines(upgrade: dict[str, Any]) -> list[str]:
+    """What was proven, what could be gone back to, and what was undone."""
+    lines = []
+    if now := upgrade.get("proven"):
+        lines.append(f"    proven {moment(now['at'])}: {now['image']}; {words(upgrade.get('speculation') or {})}")
+    if previous := upgrade.get("previous"):
+        lines.append(
+            f"    before: {previous['image']}, proven {moment(previous['at'])}: ./rig rollback goes back to it"
+        )
+    if setback := upgrade.get("setback"):
+        if setback["by"] == "hand":
+            told = f"rolled back by hand {moment(setback['at'])} from {setback['from']}; ./rig up would move it forward again"
+        else:
+            told = f"upgrade to {setback['to']} undone {moment(setback['at'])}: {setback['code']}: {setback['cause']}"
+        lines.append(f"    {told}")
+    return lines
+
+
+def moment(at: float) -> str:
+    """A time of the epoch as people say it, in this machine's zone."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -166,3 +166,17 @@ def test_loopback_unless_told_otherwise(host: Any, services: list[Service]) -> N
     )
     for service in services:
         assert published(host, service)[0] == planned.get(service["unit"], "127.0.0.1")
+
+
+def test_what_runs_was_proven_and_speculates_as_planned(host: Any, services: list[Service]) -> None:
+    """The unit on the disk is the proven one; its counters moved when speculation is on, and stood still when it is off."""
+    for service in services:
+        home = f"/var/lib/specrig/services/{container(service).removeprefix('specrig-')}/proven"
+        record = json.loads(output(host, "cat", f"{home}/record.json"))
+        assert output(host, "cat", f"{home}/files/etc/systemd/system/{service['unit']}") == output(
+            host, "cat", f"/etc/systemd/system/{service['unit']}"
+        ), "the unit on the disk has not been proven"
+        speculation = record["speculation"]
+        assert not speculation["short"], speculation["cause"]
+        if speculation["measured"]:
+            assert (speculation["drafted"] != 0) == speculation["on"], speculation

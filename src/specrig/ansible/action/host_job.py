@@ -121,6 +121,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 time.sleep(POLL_S)
                 with contextlib.suppress(Exception):  # whatever is wrong with the connection, the next poll tells
                     self._connection.reset()
+        for told in (answer.get("result") or {}).get("told") or []:
+            display.display(f"[{host}] {verb}: {told}")
         return self._outcome(answer, verb)
 
     def _call(self, argv: list[str], stdin: str) -> dict[str, Any]:
@@ -156,4 +158,5 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "result": document,
             }
         changed = bool(answer.get("changed"))
-        return {"changed": changed, "msg": f"{verb}: {'done' if changed else 'nothing to do'}", "result": document}
+        outcome = {"changed": changed, "msg": f"{verb}: {'done' if changed else 'nothing to do'}", "result": document}
+        return outcome | ({"warnings": document["warnings"]} if document.get("warnings") else {})

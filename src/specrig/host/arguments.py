@@ -1,0 +1,173 @@
+"""Asks an image's own argument parser about a command line, before anything that runs is stopped for it.
+
+The image is run without a network, without cards and without its server: only Python, which builds the engine's parser and parses.
+A first start is its own check; what has been proven, or asked before, is not asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from specrig.host import docker_api, proven, units
+from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.progress import Progress
+
+TIMEOUT_S = 600
+TAIL = 12
+# How the snippets end: 0 accepted, 2 refused (argparse's own), NO_ANSWER the parser could not be built here.
+REFUSED, NO_ANSWER = 2, 3
+
+# argv[1] is the entry point as JSON, what follows are the engine's arguments. Homes of `make_arg_parser`, newest first.
+VLLM = """
+import importlib, json, os, sys, traceback
+entry, words = json.loads(sys.argv[1]), sys.argv[2:]
+def no_answer():
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(3)
+try:
+    for name in ("common", "launchers", "openai"):
+        try:
+            module = importlib.import_module("vllm.entrypoints.%s.cli_args" % name)
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not ("vllm.entrypoints.%s.cli_args" % name).startswith(error.name):
+                raise
+    try:
+        # Without a card some versions cannot make the default device; the parser does not need it.
+        importlib.import_module("vllm.config").DeviceConfig.__post_init__ = lambda self, *rest: None
+    except Exception:
+        pass
+    flexible = module.FlexibleArgumentParser
+    if entry[-1] in ("serve", "run"):
+        main = flexible(description="vLLM CLI")
+        commands = main.add_subparsers(required=False, dest="subparser")
+        module.make_arg_parser(commands.add_parser(entry[-1]))
+        words = entry[-1:] + words
+    else:
+        main = module.make_arg_parser(flexible())
+except BaseException:
+    no_answer()
+sys.argv = ["vllm"] + words
+try:
+    args = main.parse_args()
+    if hasattr(module, "validate_parsed_serve_args"):
+        module.validate_parsed_serve_args(args)
+except SystemExit as end:
+    sys.stderr.flush()
+    os._exit(2 if end.code else 0)
+except Exception as error:
+    print("%s: %s" % (type(error).__name__, error), file=sys.stderr, flush=True)
+    os._exit(2)
+# Some versions drop a key that they do not know, in silence.
+spec = getattr(args, "speculative_config", None)
+try:
+    spec = json.loads(spec) if isinstance(spec, str) else spec
+    known = set(importlib.import_module("vllm.config").SpeculativeConfig.__dataclass_fields__)
+except Exception:
+    known = set()
+unknown = sorted(set(spec) - known) if isinstance(spec, dict) and known else []
+if unknown:
+    print("--speculative-config: this version does not know " + ", ".join(unknown), file=sys.stderr)
+sys.stderr.flush()
+os._exit(2 if unknown else 0)
+"""
+SGLANG = """
+import argparse, os, sys, traceback
+try:
+    from sglang.srt.server_args import ServerArgs
+    parser = argparse.ArgumentParser(prog="sglang")
+    ServerArgs.add_cli_args(parser)
+except BaseException:
+    traceback.print_exc()
+    os._exit(3)
+parser.parse_args(sys.argv[2:])
+"""
+# Aphrodite keeps vLLM's layout under its own name.
+SNIPPETS = {"vllm": VLLM, "sglang": SGLANG, "aphrodite": VLLM.replace("vllm.", "aphrodite.")}
+
+
+def fingerprint(service: Mapping[str, Any], image_id: str) -> str:
+    """Names a command line of an image."""
+    what = [
+        image_id,
+        service["engine"],
+        service["entrypoint"],
+        service["argv"],
+        sorted((service.get("env") or {}).items()),
+    ]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _asked_before(service: Mapping[str, Any], home: proven.Home) -> bool:
+    """Whether there is nothing to ask: nothing runs that could be lost, or these very words are known to be right."""
+    known = home.get("proven")
+    if known is None:
+        return True
+    old = known.get("service") or {}
+    if all(old.get(field) == service.get(field) for field in ("image", "entrypoint", "argv", "env")):
+        return True
+    found = docker_api.inspect_image(str(service["image"]))
+    try:
+        asked = json.loads((home.path / "asked.json").read_text())
+        return found is not None and asked["fingerprint"] == fingerprint(service, str(found.get("Id")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, Any]:
+    """Ask about every service of the job {"services": […entries of the plan]}. Returns {changed, told, warnings}.
+
+    Raises HostError ARGUMENTS_REFUSED, ARGUMENTS_JOB.
+    """
+    try:
+        services = [dict(service) for service in json.loads(text)["services"]]
+        todo = [(s, home) for s in services if not _asked_before(s, home := proven.Home(str(s["name"])))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise HostError("ARGUMENTS_JOB", f"cannot read the job: {error!r}", "./rig up", COULD_NOT_RUN) from error
+    if check or not todo:
+        return {"changed": bool(todo), "told": [], "warnings": []}
+    told, warnings = [], []
+    for service, home in todo:
+        name, image = service["name"], str(service["image"])
+        snippet = SNIPPETS.get(str(service["engine"]))
+        if snippet is None:
+            told.append(f"{name}: not asked, {service['engine']} has no parser that can be asked without starting it")
+        else:
+            progress.update("asking the image's own parser", message=str(name))
+            trouble = ask(service, snippet)
+            if trouble:
+                warnings.append(f"{name}: {image} could not be asked about its arguments: {trouble}")
+            else:
+                told.append(f"{name}: {image} takes its arguments")
+        found = docker_api.inspect_image(image) or {}
+        record = {"fingerprint": fingerprint(service, str(found.get("Id"))), "at": round(time.time())}
+        proven.write(home.path / "asked.json", json.dumps(record).encode())
+    return {"changed": True, "told": told, "warnings": warnings}
+
+
+def ask(service: Mapping[str, Any], snippet: str) -> str:
+    """ "" when the image takes the arguments, else why it could not be asked. Raises HostError ARGUMENTS_REFUSED."""
+    environment = {**(service.get("env") or {}), "HOME": "/tmp", "CUDA_VISIBLE_DEVICES": ""}  # noqa: S108 - in the container
+    command = ["docker", "run", "--rm", "--init", "--network", "none", "--pull", "never", "--log-driver", "none"]
+    command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
+    command += ["--read-only", "--tmpfs", "/tmp:exec"]  # noqa: S108
+    command += [word for name, value in sorted(environment.items()) for word in ("--env", f"{name}={value}")]
+    command += ["--entrypoint", "python3", str(service["image"]), "-c", snippet, json.dumps(service["entrypoint"])]
+    done = units.run(*command, *map(str, service["argv"]), timeout=TIMEOUT_S)
+    said = [units.redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
+    last = said[-1][:400] if said else "it says nothing"
+    if done.returncode == 0:
+        return ""
+    if done.returncode == REFUSED:
+        raise HostError(
+            "ARGUMENTS_REFUSED",
+            f"{service['name']}: the parser of {service['image']} refuses the command line: {last}",
+            "correct version, image or extra_args; nothing was changed, what ran goes on running",
+            lines=said[-TAIL:],
+        )
+    return f"exit status {done.returncode}: {last}"

@@ -1,0 +1,74 @@
+"""`./rig rollback [HOST…] [SERVICE]`: go back to what was proven before what runs now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specrig import runner
+from specrig.console import CannotRun, say
+from specrig.host.switch import words
+from specrig.verbs.models_store import reports
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    verb = verbs.add_parser("rollback", help="go back to the image and settings that were proven before")
+    verb.add_argument(
+        "words", nargs="*", metavar="HOST|SERVICE", help="hosts (default: all), then a service where a host has several"
+    )
+    verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run)
+
+
+def split(given: Sequence[str], known: Sequence[str]) -> tuple[list[str], str]:
+    """(hosts, service or ""): a last word that is no host is the service. Raises CannotRun UNKNOWN_HOST."""
+    hosts = [word for word in given if word in known]
+    others = [word for word in given if word not in known]
+    if len(others) > 1 or (others and given[-1] != others[0]):
+        raise CannotRun(
+            f"{others[0]} is no host of the inventory (it has {', '.join(known)})",
+            "hosts first, then at most one service",
+            "UNKNOWN_HOST",
+        )
+    return hosts or list(known), others[0] if others else ""
+
+
+def describe(host: str, report: dict[str, Any]) -> list[str]:
+    """Lines for a person: what was done, and how to stay there."""
+    if error := report.get("error"):
+        return [
+            f"{host}: {error['code']}: {error['cause']}",
+            *([f"  next: {error['fix']}"] if error.get("fix") else []),
+        ]
+    down = report.get("downtime_s")
+    lines = [
+        f"{host}: {report['service']} runs {report['to']} again"
+        + ("" if down is None else f"; nothing answered for {down:.0f} s")
+    ]
+    lines.append(f"  {words(report['speculation'])}")
+    stay = ", ".join(f"{name}: {value}" for name, value in report["stay"].items())
+    lines.append(
+        f"  The inventory would move it forward again with the next ./rig up. To stay: declare for {report['service']}: "
+        + (stay or "what it had before (./rig status shows the difference)")
+    )
+    return lines
+
+
+def run(options: argparse.Namespace) -> int:
+    """Roll back; 1 when a host could not."""
+    inventory = runner.inventory_path(options.inventory)
+    hosts, service = split(options.words, list(runner.load_hosts(inventory)))
+    arguments = ["--limit", ",".join(hosts), "-e", json.dumps({"rollback_service": service})]
+    found = reports(runner.playbook_json("rollback", inventory, arguments))
+    for host in hosts:
+        found.setdefault(host, {"error": {"code": "NO_ANSWER", "cause": "no answer", "fix": ""}})
+    if options.json:
+        say(json.dumps({"hosts": found}, indent=2))
+    else:
+        for host, report in found.items():
+            say("\n".join(describe(host, report)))
+    return 1 if any("error" in report for report in found.values()) else 0
