@@ -152,11 +152,12 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
 
 def ask(service: Mapping[str, Any], snippet: str) -> str:
     """ "" when the image takes the arguments, else why it could not be asked. Raises HostError ARGUMENTS_REFUSED."""
-    environment = {**(service.get("env") or {}), "HOME": "/tmp", "CUDA_VISIBLE_DEVICES": ""}  # noqa: S108 - in the container
+    variables = {**(service.get("env") or {}), "HOME": "/tmp"}  # noqa: S108 - in the container
     command = ["docker", "run", "--rm", "--init", "--network", "none", "--pull", "never", "--log-driver", "none"]
     command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
     command += ["--read-only", "--tmpfs", "/tmp:exec"]  # noqa: S108
-    command += [word for name, value in sorted(environment.items()) for word in ("--env", f"{name}={value}")]
+    command += [word for name, value in sorted(variables.items()) for word in ("--env", f"{name}={value}")]
+    command += ["--env", "CUDA_VISIBLE_DEVICES="]
     command += ["--entrypoint", "python3", str(service["image"]), "-c", snippet, json.dumps(service["entrypoint"])]
     done = units.run(*command, *map(str, service["argv"]), timeout=TIMEOUT_S)
     said = [units.redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
