@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Makes a signed, flat apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
+"""Makes a signed apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
 
-Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, files: {path: text}}]}. Prints the key's SHA-256.
+Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, conffiles: [path], files: {path: text}}]}; a package
+may also be {file: a package that is there already}. Flat, or with `suite` and `component` laid out below dists/. Prints the key's SHA-256.
 Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
 """
 
@@ -9,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,18 @@ LABEL = "STAND-IN for tests of specrig; not NVIDIA's package"
 
 
 def deb(root: Path, package: dict) -> dict:
-    """Build one package; its paragraph of the index."""
+    """Build one package, or take the one that is there; its paragraph of the index."""
+    if package.get("file"):
+        shutil.copy(package["file"], root)
+        file = Path(package["file"]).name
+        data = (root / file).read_bytes()
+        said = subprocess.run(["dpkg-deb", "--field", root / file], check=True, capture_output=True, text=True).stdout
+        return {
+            None: said.rstrip(),
+            "Filename": f"./{file}",
+            "Size": len(data),
+            "SHA256": hashlib.sha256(data).hexdigest(),
+        }
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch)
         control = {
@@ -42,6 +55,8 @@ def deb(root: Path, package: dict) -> dict:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
             path.chmod(0o755 if "/bin/" in name or "/sbin/" in name else 0o644)
+        if package.get("conffiles"):
+            (tree / "DEBIAN/conffiles").write_text("".join(f"{name}\n" for name in package["conffiles"]))
         file = f"{package['name']}_{package['version']}_amd64.deb"
         subprocess.run(
             ["dpkg-deb", "--root-owner-group", "--build", tree, root / file], check=True, stdout=subprocess.DEVNULL
@@ -66,19 +81,24 @@ def main() -> None:
             ["gpg", *options, "--quick-generate-key", LABEL, "ed25519", "sign", "0"], check=True, capture_output=True
         )
     rows = [deb(root, package) for package in wanted["packages"]]
-    index = "\n".join("".join(f"{key}: {value}\n" for key, value in row.items()) for row in rows).encode()
-    (root / "Packages").write_bytes(index)
-    (root / "Packages.gz").write_bytes(gzip.compress(index))
-    sums = [
-        (hashlib.sha256(data := (root / name).read_bytes()).hexdigest(), len(data), name)
-        for name in ("Packages", "Packages.gz")
-    ]
+    index = "\n".join(
+        "".join(f"{key}: {value}\n" if key else f"{value}\n" for key, value in row.items()) for row in rows
+    ).encode()
+    suite, component = wanted.get("suite"), wanted.get("component")
+    top = root / "dists" / suite if suite else root
+    below = f"{component}/binary-amd64/" if suite else ""
+    (top / below).mkdir(parents=True, exist_ok=True)
+    sums = []
+    for name, data in ((f"{below}Packages", index), (f"{below}Packages.gz", gzip.compress(index))):
+        (top / name).write_bytes(data)
+        sums.append((hashlib.sha256(data).hexdigest(), len(data), name))
     date = subprocess.run(["date", "--utc", "--rfc-email"], check=True, capture_output=True, text=True).stdout
-    release = f"Origin: stand-in\nDate: {date}SHA256:\n" + "".join(
+    more = f"Suite: {suite}\nCodename: {suite}\nComponents: {component}\nArchitectures: amd64\n" if suite else ""
+    release = f"Origin: stand-in\n{more}Date: {date}SHA256:\n" + "".join(
         f" {digest} {size} {name}\n" for digest, size, name in sums
     )
-    (root / "Release").write_text(release)
-    subprocess.run(["gpg", "--batch", "--yes", "--clearsign", "-o", root / "InRelease", root / "Release"], check=True)
+    (top / "Release").write_text(release)
+    subprocess.run(["gpg", "--batch", "--yes", "--clearsign", "-o", top / "InRelease", top / "Release"], check=True)
     key = subprocess.run(["gpg", "--armor", "--export"], check=True, capture_output=True).stdout
     (root / "key.asc").write_bytes(key)
     print(hashlib.sha256(key).hexdigest())

@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 
 import specrig
 from specrig.host import (
+    apt_source,
     arguments,
     bundle,
     cuda,
+    docker_daemon,
     driver,
     gateway,
     job,
@@ -102,6 +104,17 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("rig")
         one.add_argument("--wait", type=float, default=0.0, help="seconds to wait until no request runs there")
         one.add_argument("--check", action="store_true", help="only say whether it would change anything")
+    one = verbs.add_parser("docker-restart", help="restart Docker with our services drained before and ready after")
+    one.add_argument("--written", action="store_true", help="daemon.json was replaced just now: go back if need be")
+    one.add_argument("--backup", type=Path, help="the daemon.json of before")
+    one.add_argument("--leave-stopped", action="store_true", help="do not start the services again")
+    one = verbs.add_parser("docker-root", help="whether Docker's data may be looked for in DIRECTORY; changes nothing")
+    one.add_argument("directory")
+    one.add_argument("--leave", action="store_true", help="what is in the present place stays behind")
+    one.add_argument("--check", action="store_true", help="the same")
+    one = verbs.add_parser("apt-source", help="one package source with its key, and no older one of the same address")
+    one.add_argument("job", help="the job as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say what would be done")
     jobs = verbs.add_parser("job", help="run a verb detached").add_subparsers(dest="action", required=True)
     one = jobs.add_parser("run", help="quick check, then start or attach")
     one.add_argument("--id", required=True)
@@ -206,6 +219,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return switch.rollback(args.service, progress, args.check)
     if args.verb == "driver":
         return driver.driver(_document(args.job, stdin), progress, args.check)
+    if args.verb == "docker-restart":
+        return docker_daemon.restart(progress, args.written, args.backup, args.leave_stopped)
+    if args.verb == "docker-root":
+        return docker_daemon.data_root(args.directory, args.leave)
+    if args.verb == "apt-source":
+        return apt_source.apply(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":
         return preflight.preflight(_document(args.wanted, stdin))
     if args.verb == "cuda-check":

@@ -10,6 +10,9 @@ COULD_NOT_RUN = 2
 
 # Every code a verb can end with, and what it means. A code is never renamed or given another meaning.
 CODES = {
+    "APT_SOURCE": "apt cannot work with the package source; all sources are as they were before",
+    "APT_SOURCE_JOB": "the job cannot be read",
+    "APT_SOURCE_KEY": "the signing key cannot be fetched, or is another one; nothing was changed",
     "ARGUMENTS_JOB": "the job names no services of a plan",
     "ARGUMENTS_REFUSED": "the image's own parser refuses the command line; nothing was changed",
     "BUNDLE_BROKEN": "the bundle cannot be read, or holds no model",
@@ -22,6 +25,9 @@ CODES = {
     "CUDA_CONTAINER": "the check could not be made within the container",
     "CUDA_HANG": "the driver does not come back from a call",
     "CUDA_LIBRARY": "libcuda.so.1 is not here",
+    "DOCKER_DATA_ROOT": "Docker's data would no longer be found; nothing was changed",
+    "DOCKER_RESTART": "Docker does not start with its daemon.json",
+    "DOCKER_SERVICE": "a service did not stop before, or did not come back after, a restart of Docker",
     "DOCKER_UNREACHABLE": "Docker's API socket does not answer",
     "DRIVER_APT": "apt could not install the driver; what it had done was undone",
     "DRIVER_BUILD": "the driver's module does not build for a kernel; what was installed for it was taken out again",

@@ -38,15 +38,15 @@ class Answer(NamedTuple):
     err: str
 
 
-def tool(*command: str) -> Answer | None:
-    """Run a tool that only reads; None when it is not there. One that does not come back has the status 124."""
+def tool(*command: str, timeout: float = TOOL_TIMEOUT_S) -> Answer | None:
+    """Run a tool, most often one that only reads; None when it is not there. One that does not come back has the status 124."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=TOOL_TIMEOUT_S,
+            timeout=timeout,
             check=False,
             errors="replace",
             env=environment,
@@ -54,7 +54,7 @@ def tool(*command: str) -> Answer | None:
     except (FileNotFoundError, PermissionError):
         return None
     except subprocess.TimeoutExpired:
-        return Answer(124, "", f"no answer in {TOOL_TIMEOUT_S:.0f} s")
+        return Answer(124, "", f"no answer in {timeout:.0f} s")
     return Answer(done.returncode, done.stdout, done.stderr)
 
 

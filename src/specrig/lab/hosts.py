@@ -50,6 +50,8 @@ VOLUMES = {"docker": "/var/lib/docker", "containerd": "/var/lib/containerd"}
 # Docker restarts a container whose init failed. So a reboot is a failure here, and any other end is none.
 REBOOTED = 133
 ENDS = {"reboot": REBOOTED, "poweroff": 0, "halt": 0}
+# A device that Docker's default rules do not grant: what the tests of device access pass through, as a card is.
+DEVICES = [device for device in ("/dev/fuse",) if Path(device).exists()]
 _privileged: dict[str, bool] = {}
 _probe = threading.Lock()
 
@@ -222,6 +224,7 @@ def _create(client: Any, lab: str, name: str, os_name: str, image: str) -> Any:
         tmpfs={"/run": "rw,nosuid,nodev,exec,mode=755", "/run/lock": "rw,nosuid,nodev,noexec,size=5m"},
         security_opt=["seccomp=unconfined", "apparmor=unconfined"],
         cgroupns="private",
+        devices=[f"{device}:{device}:rwm" for device in DEVICES],
         stop_signal="SIGRTMIN+3",
         restart_policy={"Name": "on-failure"},
         **rights,

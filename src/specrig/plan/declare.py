@@ -36,6 +36,8 @@ CONSTRAINT_CODES = {
     "count": "GPU_COUNT_INVALID",
     "rig_models_root": "MODELS_ROOT_INVALID",
     "rig_hub_endpoint": "HUB_ENDPOINT_INVALID",
+    "rig_allow_from": "ALLOW_FROM_INVALID",
+    "rig_docker_data_root": "DATA_ROOT_INVALID",
 }
 _CONSTRAINTS = ("pattern", "greater_than", "less_than", "literal_error", "finite_number")
 
@@ -91,7 +93,7 @@ def _path(prefix: str, location: tuple[int | str, ...]) -> str:
 
 def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     location = tuple(part for part in error["loc"] if part not in ("int", "str", "[key]"))
-    kind, field = error["type"], str(location[-1]) if location else ""
+    kind, field = error["type"], next((part for part in reversed(location) if isinstance(part, str)), "")
     path = _path(prefix, location)
     hidden = "env" in location or "rig_api_key" in location
     value = "a hidden value" if hidden else show(error.get("input"))

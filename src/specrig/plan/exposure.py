@@ -4,6 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 from specrig.plan.command import values
 from specrig.plan.declare import nearest_word, show
@@ -32,14 +33,72 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def bind_is_safe(s: Service) -> Iterator[Finding]:
-    """Off loopback only with a key that a person chose."""
-    address = _address(s.decl.bind)
-    if address is None:
+    """Off loopback only with a key that a person chose, and for networks that a person named."""
+    if _address(s.decl.bind) is None:
         yield finding("BIND_INVALID", f"bind is {show(s.decl.bind)}, not an IP address")
-    elif not address.is_loopback and s.host.decl.rig_api_key is None:
+    if not is_published(s):
+        return
+    if s.host.decl.rig_api_key is None:
         yield finding(
             "BIND_EXPOSED_WITHOUT_KEY", f"bind is {s.decl.bind}, reachable from the network, and rig_api_key is not set"
         )
+    if not s.host.decl.rig_allow_from:
+        yield finding(
+            "BIND_EXPOSED_TO_ALL",
+            f"bind is {s.decl.bind}, reachable from the network, and rig_allow_from does not say who may come",
+        )
+
+
+def is_published(s: Service) -> bool:
+    """Whether the service is bound to an address that other machines may reach."""
+    address = _address(s.decl.bind)
+    return address is not None and not address.is_loopback
+
+
+def published(services: Iterable[Service]) -> list[dict[str, Any]]:
+    """Ports that the firewall guards: {bind, port, unit} of every service off loopback."""
+    return [
+        {"bind": s.decl.bind, "port": s.decl.port, "unit": f"specrig-{s.decl.name}.service"}
+        for s in services
+        if is_published(s)
+    ]
+
+
+def docker_is_safe(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """Docker's own settings: no second owner for what has a variable, and no open API unnoticed."""
+    options = host.decl.rig_docker_daemon_options
+    for key in ("data-root", "graph"):
+        if key in options:
+            yield finding(
+                "DOCKER_OPTION_OWNED",
+                f"rig_docker_daemon_options sets {key} to {show(options[key])}, which has a variable of its own",
+            )
+    hosts = options.get("hosts")
+    hosts = [hosts] if isinstance(hosts, str) else hosts
+    if not isinstance(hosts, list):
+        return
+    open_to = [one for one in hosts if isinstance(one, str) and one.startswith("tcp://")]
+    if open_to and options.get("tlsverify") is not True:
+        yield finding(
+            "DOCKER_API_EXPOSED",
+            f"rig_docker_daemon_options has hosts: {show(open_to[0])} without tlsverify: who reaches it is root on this host",
+        )
+    if hosts:
+        yield finding(
+            "DOCKER_HOSTS_TWICE",
+            f"rig_docker_daemon_options has hosts ({len(hosts)}), and the packaged docker.service has -H as well",
+        )
+
+
+def docker_data_lies_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """Docker's data and the models are in directories of their own."""
+    root, models = host.decl.rig_docker_data_root, host.decl.rig_models_root
+    if root is None:
+        return
+    if root.split("/")[1] in SYSTEM_DIRECTORIES:
+        yield finding("DATA_ROOT_INVALID", f"rig_docker_data_root is {root}, and /{root.split('/')[1]} is the system's")
+    elif f"{root}/".startswith(f"{models}/") or f"{models}/".startswith(f"{root}/"):
+        yield finding("DATA_ROOT_INVALID", f"rig_docker_data_root is {root} and rig_models_root is {models}")
 
 
 def engine_takes_a_key(s: Service) -> Iterator[Finding]:

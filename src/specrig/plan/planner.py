@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.plan import versions
+from specrig.plan import exposure, versions
 from specrig.plan.catalog import Catalog, Gpu, catalog, gpu_named
 from specrig.plan.command import DRAFT_PATH, DRAIN_S, FILES_PATH, TARGET_PATH, values
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
@@ -66,7 +66,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     found += [f for rule in HOST_RULES for f in rule(host, services)]
     found = list(dict.fromkeys(found))
     return HostPlan(
-        host=_host_json(host),
+        host=_host_json(host, services),
         services=tuple(_render(host, service) for service in services),
         models=tuple(_models(host, services)),
         images=tuple(_images(services)),
@@ -137,7 +137,7 @@ def _count(names: list[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
 
 
-def _host_json(host: Host) -> dict[str, Any]:
+def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
     return {
         "name": host.name,
         "profile": host.decl.rig_profile,
@@ -148,6 +148,9 @@ def _host_json(host: Host) -> dict[str, Any]:
         "models_share": host.decl.rig_models_share or "",
         "images_archive": host.decl.rig_images_archive or "",
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
+        "docker_data_root": host.decl.rig_docker_data_root or "",
+        "docker_data_root_existing": host.decl.rig_docker_data_root_existing,
+        "firewall": {"allow": host.decl.rig_allow_from, "ports": exposure.published(services)},
         "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
         "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,

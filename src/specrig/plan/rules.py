@@ -45,4 +45,6 @@ HOST_RULES: list[HostRule] = [
     exposure.ports_are_free,
     exposure.key_is_strong,
     exposure.models_lie_apart,
+    exposure.docker_is_safe,
+    exposure.docker_data_lies_apart,
 ]

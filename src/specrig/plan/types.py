@@ -4,6 +4,7 @@ Ranges stand here so that the published JSON schema has them; `CONSTRAINT_CODES`
 """
 
 import hashlib
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -36,9 +37,18 @@ def _inside(path: str) -> str:
     return path
 
 
+def _network(text: str) -> str:
+    """A network or an address in its shortest true form: 192.0.2.0/24. Raises PydanticCustomError."""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        raise PydanticCustomError("literal_error", "{why}", {"why": str(error)}) from None
+    return str(network)
+
+
 def _not_ours(name: str) -> str:
     """A service's name whose unit is not one of specrig's own. Raises PydanticCustomError."""
-    if name in ("scrub", "share"):
+    if name in ("cdi", "firewall", "scrub", "share"):
         raise PydanticCustomError("literal_error", "it is taken: specrig has a unit of this name")
     return name
 
@@ -160,6 +170,17 @@ class HostDecl(Declared):
     )
     rig_docker_daemon_options: Annotated[dict[str, Any], AfterValidator(_json_only)] = Field(
         {}, description="keys to set in Docker's daemon.json; others stay"
+    )
+    rig_docker_data_root: str | None = Field(
+        None,
+        pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
+        description="where Docker's images, containers and volumes lie, for instance on an NVMe disk",
+    )
+    rig_docker_data_root_existing: Literal["refuse", "leave"] = Field(
+        "refuse", description="what becomes of those in the present place: refuse to go on, or leave them there, unused"
+    )
+    rig_allow_from: list[Annotated[str, AfterValidator(_network)]] = Field(
+        [], max_length=64, description="networks that may reach what is published off loopback"
     )
     rig_preflight_ignore: list[Annotated[str, Field(pattern=r"^[A-Z0-9_]+$")]] = Field(
         [], max_length=32, description="refusals of preflight that you accept for this host"

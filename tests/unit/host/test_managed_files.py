@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specrig.ansible.modules import managed_files as module
+from specrig.ansible.modules.managed_files import overlay, splice
 
 
 @pytest.fixture
@@ -125,6 +128,60 @@ def test_merge_keeps_other_keys_and_refuses_what_is_not_json(put: Any, tmp_path:
     with pytest.raises(module.Refused, match="not valid JSON"):
         put(files=[file])
     assert path.read_text() == "{broken"
+
+
+def test_keys_that_belong_together_are_set_only_where_none_of_them_is(put: Any, tmp_path: Path) -> None:
+    path = tmp_path / "etc/daemon.json"
+    path.parent.mkdir(exist_ok=True)
+    log = {"log-driver": "local", "log-opts": {"max-size": "10m"}}
+    for text, wanted, expected in (
+        ('{"a": 1}', "{}", {"a": 1, **log}),
+        ('{"log-opts": {"tag": "x"}}', "{}", {"log-opts": {"tag": "x"}}),
+        ("{}", '{"log-driver": "journald"}', {"log-driver": "journald"}),
+        ("", '{"b": 2}', {"b": 2, **log}),
+    ):
+        path.write_text(text)
+        file = {"dest": path, "content": wanted, "merge": True, "unless_set": log}
+        put(files=[file])
+        assert json.loads(path.read_text()) == expected
+        assert not put(files=[file])["changed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "after"),
+    [
+        (
+            '{\n\t"max-concurrent-downloads" : 1.0e1,\n\t"labels": [ "caf\\u00e9" ]\n}\n',
+            {"features": {"cdi": True}},
+            '{\n\t"max-concurrent-downloads" : 1.0e1,\n\t"labels": [ "caf\\u00e9" ],\n\t"features": {\n\t  "cdi": true\n\t}\n}\n',
+        ),
+        ('{"a":{"b":1.50}, "c":2}', {"a": {"d": 3}, "c": 4}, '{"a":{"b":1.50, "d": 3}, "c":4}'),
+        ('{\n  "features": {}\n}', {"features": {"cdi": True}}, '{\n  "features": {"cdi": true}\n}'),
+        ("{}", {"a": 1}, '{\n  "a": 1\n}'),
+    ],
+)
+def test_what_is_not_ours_stays_byte_for_byte(
+    put: Any, tmp_path: Path, before: str, wanted: dict[str, Any], after: str
+) -> None:
+    path = tmp_path / "daemon.json"
+    path.write_text(before)
+    put(files=[{"dest": path, "content": json.dumps(wanted), "merge": True}])
+    assert path.read_text() == after
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+)
+
+
+@given(
+    there=st.dictionaries(st.text(), _VALUES), wanted=st.dictionaries(st.text(), _VALUES), indent=st.none() | st.just(3)
+)
+def test_a_spliced_document_says_what_a_merged_one_says(
+    there: dict[str, Any], wanted: dict[str, Any], indent: int | None
+) -> None:
+    text = json.dumps(there, indent=indent)
+    assert json.loads(splice(text, 0, wanted)) == overlay(there, wanted)
 
 
 def test_merge_reaches_into_objects_and_leaves_a_persons_own_keys_there(put: Any, tmp_path: Path) -> None:

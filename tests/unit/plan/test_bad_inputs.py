@@ -17,6 +17,7 @@ def _deep() -> dict[str, Any]:
     return deep
 
 
+OPEN = {"rig_allow_from": ["192.0.2.0/24"]}
 # declaration, code, what the cause must show
 BAD: list[tuple[Any, str, str]] = [
     (None, "NOT_A_MAPPING", "empty"),
@@ -95,8 +96,17 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(host={"rig_driver": {"branch": 535, "version": "580.65.06"}}), "DRIVER_CONTRADICTION", "535"),
     (r1(port=22), "PORT_INVALID", "22"),
     (r1(port=70000), "PORT_INVALID", "70000"),
-    (r1(bind="0.0.0.0"), "BIND_EXPOSED_WITHOUT_KEY", "0.0.0.0"),
-    (r1(bind="::"), "BIND_EXPOSED_WITHOUT_KEY", "::"),
+    (r1(bind="0.0.0.0", host=OPEN), "BIND_EXPOSED_WITHOUT_KEY", "0.0.0.0"),
+    (r1(bind="::", host=OPEN), "BIND_EXPOSED_WITHOUT_KEY", "::"),
+    (r1(bind="192.0.2.10", host={"rig_api_key": "k" * 32}), "BIND_EXPOSED_TO_ALL", "192.0.2.10"),
+    ({"rig_profile": P, "rig_allow_from": ["192.0.2.5/24"]}, "ALLOW_FROM_INVALID", "192.0.2.5/24"),
+    ({"rig_profile": P, "rig_allow_from": ["lan"]}, "ALLOW_FROM_INVALID", "rig_allow_from[0]"),
+    ({"rig_profile": P, "rig_allow_from": "192.0.2.0/24"}, "WRONG_TYPE", "192.0.2.0/24"),
+    ({"rig_profile": P, "rig_docker_daemon_options": {"graph": "/x"}}, "DOCKER_OPTION_OWNED", "graph"),
+    ({"rig_profile": P, "rig_docker_data_root": "/etc/docker"}, "DATA_ROOT_INVALID", "/etc is the system's"),
+    ({"rig_profile": P, "rig_docker_data_root": "/srv"}, "DATA_ROOT_INVALID", "/srv/models"),
+    ({"rig_profile": P, "rig_docker_data_root": "nvme"}, "DATA_ROOT_INVALID", "nvme"),
+    ({"rig_profile": P, "rig_docker_data_root_existing": "move"}, "VALUE_OUT_OF_RANGE", "move"),
     (r1(bind="everywhere"), "BIND_INVALID", "everywhere"),
     (r1(host={"rig_api_key": "short"}), "API_KEY_INVALID", "5 characters"),
     (r1(extra_args=["--api-key=hunter2hunter2hunter2"]), "SECRET_IN_ARGS", "--api-key"),

@@ -136,7 +136,7 @@ def test_refused(engine: str, over: dict[str, Any], code: str) -> None:
 
 
 def test_an_engine_with_a_key_may_listen_on_the_network() -> None:
-    host = {"rig_api_key": "a-long-enough-key-0123456789"}
+    host = {"rig_api_key": "a-long-enough-key-0123456789", "rig_allow_from": ["192.0.2.0/24"]}
     assert plan_host("host", service(f"{BASE}_llama_cpp", "r1-14b", host, bind="192.0.2.1")).ok
 
 

@@ -237,9 +237,31 @@ def test_k_above_six_with_its_measurement() -> None:
 def test_a_key_is_no_part_of_the_plan() -> None:
     vaulted = {"__ansible_vault": "$ANSIBLE_VAULT;1.1;AES256\n6162"}
     for key in ("k" * 32, vaulted):
-        plan = plan_host("host", r1(host={"rig_api_key": key}, bind="192.0.2.10"))
+        plan = plan_host("host", r1(host={"rig_api_key": key, "rig_allow_from": ["192.0.2.0/24"]}, bind="192.0.2.10"))
         assert plan.ok
+        assert plan.host["firewall"] == {
+            "allow": ["192.0.2.0/24"],
+            "ports": [{"bind": "192.0.2.10", "port": 8000, "unit": "specrig-r1-14b.service"}],
+        }
         assert "k" * 32 not in json.dumps(plan.as_json()) and "ANSIBLE_VAULT" not in json.dumps(plan.as_json())
+
+
+def test_what_is_on_loopback_needs_no_rules() -> None:
+    assert plan_host("host", r1()).host["firewall"] == {"allow": [], "ports": []}
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({"hosts": ["tcp://0.0.0.0:2375", "unix:///run/docker.sock"]}, {"DOCKER_API_EXPOSED", "DOCKER_HOSTS_TWICE"}),
+        ({"hosts": "tcp://0.0.0.0:2375"}, {"DOCKER_API_EXPOSED", "DOCKER_HOSTS_TWICE"}),
+        ({"hosts": ["tcp://0.0.0.0:2376"], "tlsverify": True}, {"DOCKER_HOSTS_TWICE"}),
+        ({"hosts": [], "log-driver": "local"}, set()),
+    ],
+)
+def test_dockers_own_api_is_not_opened_unnoticed(options: dict[str, Any], codes: set[str]) -> None:
+    plan = plan_host("host", r1(host={"rig_docker_daemon_options": options}))
+    assert plan.ok and {w.code for w in plan.warnings if w.code.startswith("DOCKER")} == codes
 
 
 def test_every_version_is_planned_or_refused_for_a_reason_of_its_own() -> None:

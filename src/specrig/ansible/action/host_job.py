@@ -159,4 +159,4 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             }
         changed = bool(answer.get("changed"))
         outcome = {"changed": changed, "msg": f"{verb}: {'done' if changed else 'nothing to do'}", "result": document}
-        return outcome | ({"warnings": document["warnings"]} if document.get("warnings") else {})
+        return outcome | {key: document[key] for key in ("warnings", "diff") if document.get(key)}

@@ -14,7 +14,8 @@
 semantics: trim_blocks on, lstrip_blocks off, one trailing newline kept. `vars` are added to the template's variables.
 Also per file: mode (0644; 0600 when secret), owner and group (who connects, root under become), backup (of a file that
 we did not write), if_missing (an existing content stays), merge (a JSON object whose
-keys are set in the file there; objects within it likewise).
+keys are set in the file there; objects within it likewise; everything else in it stays byte for byte), unless_set (with
+merge: keys that are set together, where the file has none of them).
 Returns changed, changed_files (destinations, directories, removed paths), backups ({dest: copy}), and a diff of what is
 not secret.
 """
@@ -35,13 +36,13 @@ from ansible.plugins.action import ActionBase
 from ansible.template import trust_as_template
 
 from specrig.ansible.ask import ask
-from specrig.ansible.modules.managed_files import overlay
+from specrig.ansible.modules.managed_files import overlay, with_defaults
 from specrig.host.build import build
 
 TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
 MANAGED = "Managed by specrig. Changes made here are replaced by its next run."
 _SWITCHES = ("backup", "secret", "if_missing", "merge")
-_SENT = ("mode", "owner", "group", "validate", *_SWITCHES)
+_SENT = ("mode", "owner", "group", "validate", "unless_set", *_SWITCHES)
 _KEYS = {"src", "content", "host_program", "dest", "vars", *_SENT}
 
 
@@ -91,7 +92,9 @@ def holds(item: dict[str, Any], there: str) -> bool:
         content = json.loads(base64.b64decode(there))
     except ValueError:
         return False
-    return isinstance(content, dict) and content == overlay(content, json.loads(data))
+    if not isinstance(content, dict):
+        return False
+    return content == overlay(content, with_defaults(content, json.loads(data), item.get("unless_set") or {}))
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]

@@ -4,6 +4,7 @@
       packages:
         name: [docker.io, docker-cli]      # or name=version, also of an older one
         state: present            # or absent
+        without: [nvidia-docker2]          # with present: packages whose place these take; removed, their settings stay
 
 Returns changed, packages (what was to do) and new (those of them that were there in no version).
 Check mode says what would be installed without python3-apt and without package lists on the host, which a bare machine has not.
@@ -42,25 +43,38 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             argument_spec={
                 "name": {"type": "list", "elements": "str", "required": True},
                 "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+                "without": {"type": "list", "elements": "str", "default": []},
             }
         )
-        names = [name.partition("=")[0] for name in args["name"]]
+        names = [name.partition("=")[0] for name in [*args["name"], *args["without"]]]
         query = f"dpkg-query --show --showformat='${{db:Status-Abbrev}}${{Package}}=${{Version}}\\n' {shlex.join(names)} 2>/dev/null || true"
         there = installed(ask(self, query))
         present = args["state"] == "present"
         todo = [name for name in args["name"] if (name in there) != present]
-        diff = {"before": "", "after": "".join(f"{'install' if present else 'remove'} {name}\n" for name in todo)}
-        if not todo or self._task.check_mode:
-            return {"changed": bool(todo), "packages": todo, "diff": diff}
-        options = (
-            {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False} if present else {}
+        gone = [name for name in args["without"] if name in there] if present else []
+        rows = [f"{'install' if present else 'remove'} {name}\n" for name in todo] + [
+            f"remove {name}\n" for name in gone
+        ]
+        diff = {"before": "", "after": "".join(rows)}
+        result: dict[str, Any] = {"changed": bool(todo or gone), "packages": [*todo, *gone], "diff": diff}
+        if not result["changed"] or self._task.check_mode:
+            return result
+        # After the new ones are there, so that no container lacks its runtime in between.
+        for wanted, state in ((todo, args["state"]), (gone, "absent")):
+            if not wanted:
+                continue
+            done = self._apt(wanted, state, task_vars)
+            if done.get("failed"):
+                return {**done, "diff": diff}
+        result["new"] = [name for name in todo if name.partition("=")[0] not in there] if present else []
+        return result
+
+    def _apt(self, names: list[str], state: str, task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        options: dict[str, Any] = {"name": names, "state": state, "lock_timeout": LOCK_TIMEOUT_S}
+        if state == "present":
+            options |= {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False}
+            options |= {"allow_downgrade": True} if any("=" in name for name in names) else {}
+        done: dict[str, Any] = self._execute_module(
+            module_name="ansible.builtin.apt", module_args=options, task_vars=task_vars
         )
-        if present and any("=" in name for name in todo):
-            options["allow_downgrade"] = True
-        result: dict[str, Any] = self._execute_module(
-            module_name="ansible.builtin.apt",
-            module_args={"name": todo, "state": args["state"], "lock_timeout": LOCK_TIMEOUT_S, **options},
-            task_vars=task_vars,
-        )
-        new = [name for name in todo if name.partition("=")[0] not in there] if present else []
-        return result | {"packages": todo, "new": new, "diff": diff}
+        return done

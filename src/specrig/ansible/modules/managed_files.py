@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class File:
     secret: bool = False
     if_missing: bool = False
     merge: bool = False
+    unless_set: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def parse(payload: dict[str, Any]) -> tuple[list[File], list[Path], list[Directo
             data=base64.b64decode(item["base64"]) if "base64" in item else str(item["content"]).encode(),
             attributes=attributes_of(item, 0o600 if item.get("secret") else 0o644),
             validate=[str(a) for a in item.get("validate") or []],
+            unless_set=dict(item.get("unless_set") or {}),
             **{key: bool(item.get(key)) for key in ("backup", "secret", "if_missing", "merge")},
         )
         for item in payload.get("files") or []
@@ -236,22 +238,97 @@ def overlay(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return {**there, **wanted, **both}
 
 
+def with_defaults(there: dict[str, Any], wanted: dict[str, Any], unless_set: dict[str, Any]) -> dict[str, Any]:
+    """`wanted`, and `unless_set` too where neither has a key of it: such keys belong together and are set all or none."""
+    return wanted if set(unless_set) & (set(there) | set(wanted)) else {**unless_set, **wanted}
+
+
+def members(text: str, begin: int) -> tuple[dict[str, tuple[int, int, int]], int]:
+    """Members of the JSON object at `text[begin]`: ({key: (start of key, start and end of value)}, place of its closing brace)."""
+    decoder, found = json.JSONDecoder(), dict[str, tuple[int, int, int]]()
+
+    def blank(at: int) -> int:
+        while text[at] in " \t\r\n":
+            at += 1
+        return at
+
+    at = blank(begin + 1)
+    while text[at] != "}":
+        key, end = decoder.raw_decode(text, at)
+        value = blank(blank(end) + 1)
+        _, end = decoder.raw_decode(text, value)
+        found[key] = (at, value, end)
+        at = blank(end)
+        at = blank(at + 1) if text[at] == "," else at
+    return found, at
+
+
+def splice(text: str, begin: int, wanted: dict[str, Any], outermost: bool = True) -> str:
+    """`text` with the keys of `wanted` set in the JSON object at `begin`; every other byte stays.
+
+    Writing the whole file anew would change how a person wrote numbers, escapes and lines.
+    """
+    there, brace = members(text, begin)
+    edits: list[tuple[int, int, str]] = []
+    first = min((at for at, _, _ in there.values()), default=brace)
+    newline = text.rfind("\n", begin, first)
+    lead = text[newline + 1 : first]
+    # The members' own indentation where each has its line; None on one line. An empty document gets lines.
+    indent = lead if there and newline >= 0 and not lead.strip() else None
+    if not there and outermost:
+        indent = "  "
+    more = []
+    for key, value in wanted.items():
+        if key not in there:
+            words = json.dumps(value, indent=2 if indent is not None else None)
+            more.append(f"{json.dumps(key)}: " + words.replace("\n", f"\n{indent}"))
+            continue
+        _, start, end = there[key]
+        old = json.loads(text[start:end])
+        if isinstance(old, dict) and isinstance(value, dict):
+            inner = splice(text[start:end], 0, value, outermost=False)
+            edits += [(start, end, inner)] if inner != text[start:end] else []
+        elif old != value or type(old) is not type(value):
+            edits.append((start, end, json.dumps(value)))
+    if more:
+        between = ", " if indent is None else f",\n{indent}"
+        last = max((end for _, _, end in there.values()), default=begin + 1)
+        if there:
+            edits.append((last, last, between + between.join(more)))
+        elif indent is None:
+            edits.append((begin + 1, brace, ", ".join(more)))
+        else:
+            edits.append((begin + 1, brace, f"\n{indent}" + between.join(more) + "\n"))
+    for start, end, words in sorted(edits, reverse=True):
+        text = text[:start] + words + text[end:]
+    return text
+
+
 def merged(file: File) -> bytes:
     """The content to write for a JSON file that others write to as well: what is there, with our keys set.
 
-    A file that already has our keys stays as it is, byte for byte. One that is not a JSON object is refused.
+    Keys that are not ours stay byte for byte, and so does a file that already has ours. One that is not a JSON object is refused.
     """
-    old = current(file.dest)
+    old, ours = current(file.dest), json.loads(file.data)
     if old is None or not old.strip():
-        return file.data
+        ours = with_defaults({}, ours, file.unless_set)
+        return (json.dumps(ours, indent=2) + "\n").encode()
     try:
         there = json.loads(old)
     except ValueError as error:
         raise Refused(f"{file.dest} is not valid JSON ({error}): correct it by hand; it was left as it is") from None
     if not isinstance(there, dict):
         raise Refused(f"{file.dest} is not a JSON object: correct it by hand; it was left as it is")
-    wanted = overlay(there, json.loads(file.data))
-    return old if wanted == there else (json.dumps(wanted, indent=2) + "\n").encode()
+    ours = with_defaults(there, ours, file.unless_set)
+    wanted = overlay(there, ours)
+    if wanted == there:
+        return old
+    with contextlib.suppress(ValueError, IndexError):
+        text = old.decode()
+        text = splice(text, text.index("{"), ours)
+        if json.loads(text) == wanted:
+            return text.encode()
+    return (json.dumps(wanted, indent=2) + "\n").encode()
 
 
 def is_changed(file: File) -> bool:
