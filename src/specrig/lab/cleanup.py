@@ -8,14 +8,15 @@ from typing import Any
 
 from docker.errors import APIError
 
-from specrig.lab import enginesimage, hosts, images, paths
+from specrig.lab import enginesimage, hosts, images, llamaimage, paths
 from specrig.lab.hosts import ADDRESSES, LABEL, NETWORK
 
 
 def idle(client: Any) -> None:
     """Remove what was interrupted, and after the last host of all labs hub and networks; volumes stay, as caches."""
     # An engine image being built counts as a user of the hub.
-    last = not hosts.find(client) and not paths.held(enginesimage.REPOSITORY)
+    building = (enginesimage.REPOSITORY, llamaimage.REPOSITORY, f"{llamaimage.REPOSITORY}-build")
+    last = not hosts.find(client) and not any(paths.held(name) for name in building)
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
         probe = not {"specrig.host", "specrig.hub", "specrig.build"} & container.labels.keys()
         if last or probe:
@@ -38,7 +39,8 @@ def everything(client: Any) -> dict[str, int]:
     count["volumes"] = len(volumes)
     # Twice: an image on which another was built goes only after it.
     count["images"] = sum(_remove_images(client) for _ in range(2))
-    shutil.rmtree(paths.cache("wheels"), ignore_errors=True)
+    for name in ("wheels", "llama-cpp"):
+        shutil.rmtree(paths.cache(name), ignore_errors=True)
     return count
 
 
@@ -47,7 +49,8 @@ def _remove_images(client: Any) -> int:
     for image in client.images.list():
         for tag in image.tags:
             ours = tag.startswith(images.PREFIX) or (
-                tag.startswith("127.0.0.1:") and f"/{enginesimage.REPOSITORY}:" in tag
+                tag.startswith("127.0.0.1:")
+                and any(f"/{name}:" in tag for name in (enginesimage.REPOSITORY, llamaimage.REPOSITORY))
             )
             if ours:
                 with contextlib.suppress(APIError):

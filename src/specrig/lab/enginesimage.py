@@ -231,10 +231,10 @@ def build(client: Any, tag: str) -> None:
         say.done(f"built {tag}, {client.images.get(tag).attrs['Size'] / 1e6:.0f} MB")
 
 
-def push(client: Any, tag: str, registry: str) -> None:
+def push(client: Any, tag: str, registry: str, repository: str = REPOSITORY) -> None:
     """Push `tag` into the lab's registry, at `registry` (host:port on loopback). Raises LabError."""
     exact = tag.rpartition(":")[2]
-    target = f"{registry}/{REPOSITORY}"
+    target = f"{registry}/{repository}"
     client.images.get(tag).tag(target, exact)
     try:
         with Progress("engine image") as say:
@@ -252,26 +252,28 @@ def push(client: Any, tag: str, registry: str) -> None:
         client.images.remove(f"{target}:{exact}")
 
 
-def _manifest(registry: str, tag: str, body: bytes | None = None, kind: str = "") -> tuple[str, bytes, str]:
+def _manifest(
+    registry: str, tag: str, body: bytes | None = None, kind: str = "", repository: str = REPOSITORY
+) -> tuple[str, bytes, str]:
     """(digest, manifest, its media type) of a tag; with `body`, writes it first."""
     headers = {"Content-Type": kind} if body else {"Accept": ", ".join(_MANIFESTS)}
-    url = f"http://{registry}/v2/{REPOSITORY}/manifests/{tag}"
+    url = f"http://{registry}/v2/{repository}/manifests/{tag}"
     request = urllib.request.Request(url, data=body, method="PUT" if body else "GET", headers=headers)
     with hubhost.local(request) as answer:
         return answer.headers.get("Docker-Content-Digest", ""), answer.read(), answer.headers.get("Content-Type", "")
 
 
-def registry_has(registry: str, *tags: str) -> bool:
+def registry_has(registry: str, *tags: str, repository: str = REPOSITORY) -> bool:
     """Whether the registry has all of `tags`, as one and the same image."""
     try:
-        return len({_manifest(registry, tag)[0] for tag in tags}) == 1
+        return len({_manifest(registry, tag, repository=repository)[0] for tag in tags}) == 1
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return False
         raise
 
 
-def retag(registry: str, source: str, target: str) -> None:
+def retag(registry: str, source: str, target: str, repository: str = REPOSITORY) -> None:
     """Give an image in the registry a second tag, without moving its layers."""
-    _, body, kind = _manifest(registry, source)
-    _manifest(registry, target, body, kind)
+    _, body, kind = _manifest(registry, source, repository=repository)
+    _manifest(registry, target, body, kind, repository)

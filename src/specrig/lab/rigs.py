@@ -1,4 +1,4 @@
-"""Lab hosts that are ready for `./rig up`: declared as `cpu_demo` rigs, their models and engine where they will look for them."""
+"""Lab hosts that are ready for `./rig up`: declared as rigs of a profile, their models and engine where they will look for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from specrig import runner
 from specrig.files import write_atomically
-from specrig.lab import Lab, tiny
+from specrig.lab import Lab, gguf, tiny
 from specrig.lab.parallel import parallel
 from specrig.staging.lock import lock_model
 from specrig.staging.registry import Registry, changes, lock_image
@@ -18,8 +18,10 @@ from specrig.verbs import images
 from specrig.verbs.models import save
 
 
-def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True) -> Path:
+def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True, profile: str = "cpu_demo") -> Path:
     """Bring up hosts {name: os} with all that their converge needs; return the inventory. `engine=False` leaves the engine image out.
+
+    `profile` is cpu_demo (vLLM) or cpu_demo_llama_cpp.
 
     The slow parts run side by side: the engine image is CPU work, the hosts are mostly waiting.
     """
@@ -27,11 +29,12 @@ def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True) -> Path:
 
     def rigs() -> str:
         inventory = lab.up(hosts)
-        declare(inventory, hub.hub_url, hub.registry)
-        publish_pair(lab, inventory, f"http://{hub.hub_local}")
+        declare(inventory, hub.hub_url, hub.registry, profile)
+        publish_pair(lab, inventory, f"http://{hub.hub_local}", gguf_too=profile == "cpu_demo_llama_cpp")
         return str(inventory)
 
-    made = parallel([rigs, lab.ensure_engine_image] if engine else [rigs])
+    image = lab.ensure_llama_image if profile == "cpu_demo_llama_cpp" else lab.ensure_engine_image
+    made = parallel([rigs, image] if engine else [rigs])
     inventory = Path(made[0])
     if engine:
         lock_engine(inventory, made[1], Registry(at={hub.registry: f"http://{hub.registry_local}"}))
@@ -47,10 +50,10 @@ def lock_engine(inventory: Path, image: str, registry: Registry) -> None:
         images.save(path, {**locked, image: entry})
 
 
-def declare(inventory: Path, hub_url: str, registry: str) -> None:
+def declare(inventory: Path, hub_url: str, registry: str, profile: str = "cpu_demo") -> None:
     """Write what a person would write for these hosts."""
     declaration = {
-        "rig_profile": "cpu_demo",
+        "rig_profile": profile,
         "rig_hub_endpoint": hub_url,
         # The lab's registry has no TLS; a real rig pulls from one that has.
         "rig_docker_daemon_options": {"insecure-registries": [registry]},
@@ -59,11 +62,16 @@ def declare(inventory: Path, hub_url: str, registry: str) -> None:
     write_atomically(inventory.parent / "group_vars" / "rigs.yml", f"# Written by ./rig lab up.\n{text}")
 
 
-def publish_pair(lab: Lab, inventory: Path, hub: str) -> None:
-    """Make the tiny pair, put it on the hub double at `hub` and lock it beside the inventory."""
+def publish_pair(lab: Lab, inventory: Path, hub: str, *, gguf_too: bool = False) -> None:
+    """Make the tiny pair, put it on the hub double at `hub` and lock it beside the inventory; as GGUF files as well if asked."""
     text = (runner.ROOT / "LICENSE").read_text()
     locked: dict[str, object] = {}
     for model in tiny.build_pair(text, inventory.parent / "models"):
         lab.publish_model(model.repo, model.revision, model.directory)
         locked[model.repo] = lock_model(model.repo, model.revision, hub)
+        if gguf_too:
+            one = gguf.publishable(model, inventory.parent / "models-gguf")
+            lab.publish_model(one.repo, one.revision, one.directory)
+            file = next(one.directory.glob("*.gguf")).name
+            locked[one.repo] = lock_model(one.repo, one.revision, hub, only=[file])
     save(runner.lock_path(inventory), locked)

@@ -169,18 +169,19 @@ def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
     }
 
 
-def _mount(artefact: Mapping[str, Any], inside: str) -> dict[str, Any]:
-    return {"artefact": artefact["id"], "path": artefact["path"], "path_in_container": inside}
+def _mount(artefact: Mapping[str, Any], inside: str, model: Model) -> dict[str, Any]:
+    mount = {"artefact": artefact["id"], "path": artefact["path"], "path_in_container": inside}
+    return mount | ({"file": model.file} if model.file else {})
 
 
 def _render(host: Host, service: Service) -> ServicePlan:
     decl, said = service.decl, values(service)
     graphs = service.cuda and not service.eager
     root = host.decl.rig_models_root
-    models = [_mount(_artefact(root, service.target), TARGET_PATH)]
+    models = [_mount(_artefact(root, service.target), TARGET_PATH, service.target)]
     if service.uses_draft and service.draft is not None:
         pad = service.target.config.vocab_size if service.padded else None
-        models.append(_mount(_artefact(root, service.draft, pad), DRAFT_PATH))
+        models.append(_mount(_artefact(root, service.draft, pad), DRAFT_PATH, service.draft))
     return ServicePlan(
         name=decl.name,
         engine=decl.engine,

@@ -228,6 +228,8 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
     if found:
         return None, found
     known = catalog.models.get(ref.repo)
+    if locked is not None and ref.file and ref.file not in {f.path for f in locked.files}:
+        locked = None  # locked for another of its files
     if locked is not None:
         config = ModelConfig.model_validate(locked.config)
     elif known is not None:
@@ -241,8 +243,6 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
     if several and file not in several:
         cause = f"{ref.repo} has {len(several)} GGUF files" + (f", {ref.file} is not among them" if ref.file else "")
         return None, [finding("MODEL_FILE", cause, f"file: {' or '.join(several[:4])}")]
-    if file and not several and locked is not None:
-        return None, [finding("MODEL_FILE", f"{ref.repo} is locked without {file}", "./rig models lock")]
     real = sizes.get(file, 0) if file else sum(n for path, n in sizes.items() if path.endswith(".safetensors"))
     model = Model(
         ref=ref,

@@ -18,6 +18,7 @@ from typing import Any
 
 from specrig.console import CannotRun
 from specrig.plan.planner import HUB_ENDPOINT
+from specrig.staging import gguf
 
 # What an engine reads besides the weights.
 NEEDED = (".json", ".jinja", "merges.txt", "tokenizer.model", "LICENSE", "LICENSE.txt", "LICENSE.md")
@@ -32,6 +33,10 @@ CONFIG_FACTS = (
     "head_dim", "max_position_embeddings", "tie_word_embeddings", "torch_dtype",
 )  # fmt: skip
 TIMEOUT_S = 60
+GGUF_FIRST, GGUF_MOST = (
+    1 << 20,
+    1 << 26,
+)  # bytes of a GGUF file's beginning: a first try, and where a header must have ended
 
 
 def endpoint(given: str | None = None) -> str:
@@ -51,16 +56,18 @@ class OwnHostOnly(urllib.request.HTTPRedirectHandler):
         return new
 
 
-def _open(url: str, token: str | None) -> tuple[bytes, str]:
-    """GET: (body, Link header)."""
+def _open(url: str, token: str | None, first: int = 0) -> tuple[bytes, str]:
+    """GET: (body, Link header); with `first`, no more than so many bytes of the body."""
     if not url.startswith(("https://", "http://")):
         raise CannotRun(f"{url} is no http address", "set HF_ENDPOINT to the hub's base URL", "HUB_ENDPOINT")
     request = urllib.request.Request(url)  # noqa: S310 - scheme checked above
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
+    if first:
+        request.add_header("Range", f"bytes=0-{first - 1}")
     try:
         with urllib.request.build_opener(OwnHostOnly).open(request, timeout=TIMEOUT_S) as response:
-            return response.read(), response.headers.get("Link", "")
+            return response.read(first or None), response.headers.get("Link", "")
     except urllib.error.HTTPError as error:
         fix = (
             "for a gated model set HF_TOKEN; otherwise check the name"
@@ -192,12 +199,32 @@ def needed(entries: Mapping[str, dict[str, Any]], index: bytes | None, unsafe: S
     return sorted(chosen | weights)
 
 
+def gguf_header(url: str, token: str | None) -> tuple[dict[str, Any], list[str]]:
+    """What the GGUF file at `url` says of itself, from its first bytes. Raises CannotRun HUB_NO_MODEL."""
+    size = GGUF_FIRST
+    while True:
+        try:
+            return gguf.header(_open(url, token, size)[0])
+        except gguf.NeedMore as error:
+            if size >= GGUF_MOST:
+                raise CannotRun(f"{url} has no end to its header", "name another file", "HUB_NO_MODEL") from error
+            size *= 4
+        except ValueError as error:
+            raise CannotRun(f"{url} is no GGUF file: {error}", "name another file", "HUB_NO_MODEL") from error
+
+
 def lock_model(
-    repo: str, revision: str | None, hub: str, token: str | None = None, unsafe: Sequence[str] = ()
+    repo: str,
+    revision: str | None,
+    hub: str,
+    token: str | None = None,
+    unsafe: Sequence[str] = (),
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One entry of the lock. `revision` may be a branch here: what is written down is the commit it points to now.
 
-    `unsafe` names files to lock although loading them runs code.
+    `unsafe` names files to lock although loading them runs code. `only` are GGUF files: they hold all that an engine needs,
+    so they are taken alone, and the facts are read from the first one.
     """
     name = urllib.parse.quote(repo)
     wanted = urllib.parse.quote(revision or "main", safe="")
@@ -215,6 +242,8 @@ def lock_model(
             raise CannotRun(f"{path} of {repo} is not what {hub} lists", "try again, or another mirror", "HUB_DAMAGED")
         return content
 
+    if only:
+        return _gguf_entry(repo, commit, f"{hub}/{name}/resolve/{commit}", entries, sorted(only), about, token)
     if "config.json" not in entries:
         raise CannotRun(
             f"{repo} at {commit} has no config.json", "name a repository that holds a model", "HUB_NO_MODEL"
@@ -247,6 +276,32 @@ def lock_model(
             "HUB_NO_MODEL",
         ) from error
     return entry | ({"unsafe": sorted(unsafe)} if unsafe else {})
+
+
+def _gguf_entry(
+    repo: str,
+    commit: str,
+    base: str,
+    entries: Mapping[str, dict[str, Any]],
+    files: Sequence[str],
+    about: dict[str, Any],
+    token: str | None,
+) -> dict[str, Any]:
+    rows = []
+    for path in files:
+        large = entries.get(path, {}).get("lfs")
+        if not large:
+            there = ", ".join(sorted(p for p in entries if p.endswith(".gguf"))[:8]) or "none"
+            raise CannotRun(f"{repo} has no file {path}; its GGUF files: {there}", "file: one of these", "HUB_NO_MODEL")
+        rows.append({"path": path, "size": large["size"], "sha256": large["oid"]})
+    said, tensors = gguf_header(f"{base}/{urllib.parse.quote(files[0])}", token)
+    try:
+        facts = {"config": gguf.config_facts(said, tensors), "tokenizer": gguf.tokenizer_facts(said)}
+    except (KeyError, TypeError, ValueError) as error:
+        cause = f"{repo}: {files[0]} is not as a text model has it ({error!r})"
+        raise CannotRun(cause, "name a file that holds a plain causal language model", "HUB_NO_MODEL") from error
+    size = sum(row["size"] for row in rows)
+    return {"revision": commit, "licence": licence_of(about), "size": size, "files": rows, **facts}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

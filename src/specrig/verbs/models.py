@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from specrig import runner
 from specrig.console import CannotRun, complain, say
 from specrig.files import write_atomically
+from specrig.plan import HostPlan
 from specrig.staging import lock
 from specrig.verbs import models_store
 from specrig.verbs.plan import add_host_arguments, make_plans
@@ -47,9 +49,11 @@ def run(options: argparse.Namespace) -> int:
     locked = read(path)
     plans = make_plans(inventory, options.hosts)
     wanted = {a["repo"]: a for plan in plans.values() for a in plan.models if not a["derive"]}
+    files = gguf_files(plans)
     changed = False
     for repo in sorted(wanted):
-        if repo in locked and not (options.update or options.check):
+        there = {file["path"] for file in locked.get(repo, {}).get("files", [])}
+        if repo in locked and files.get(repo, set()) <= there and not (options.update or options.check):
             say(f"{repo}: locked at {locked[repo]['revision']}")
             continue
         before = locked.get(repo, {})
@@ -58,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         declared = None if revision == before.get("revision") else revision
         unsafe = sorted({*before.get("unsafe", []), *options.allow_unsafe})
         hub, token = lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN")
-        entry = lock.lock_model(repo, declared, hub, token, unsafe)
+        chosen = sorted(files.get(repo, set()) | {path for path in there if path.endswith(".gguf")})
+        entry = lock.lock_model(repo, declared, hub, token, unsafe, chosen)
         was = before.get("revision")
         change = "" if was in {None, entry["revision"]} else f" (upstream changed: was {was})"
         about = f"{len(entry['files'])} files, {entry['size'] / 1e9:.2f} GB, licence {entry['licence'] or 'not stated'}"
@@ -76,6 +81,16 @@ def run(options: argparse.Namespace) -> int:
     for name, refusals in bare.items():
         complain(f"{name}: nothing to lock, its plan is refused: {refusals[0].code}\n  next: ./rig plan {name}")
     return 1 if bare else 0
+
+
+def gguf_files(plans: Mapping[str, HostPlan]) -> dict[str, set[str]]:
+    """The GGUF files that the plans' services name, by repository."""
+    found: dict[str, set[str]] = {}
+    for plan in plans.values():
+        repos = {artefact["id"]: artefact["repo"] for artefact in plan.models}
+        for model in (model for service in plan.services for model in service.models if model.get("file")):
+            found.setdefault(repos[model["artefact"]], set()).add(model["file"])
+    return found
 
 
 def read(path: Path) -> dict[str, Any]:
