@@ -1,6 +1,6 @@
 """Runs inside the parser environment: one engine version's own code, many cases. JSON lines in, JSON lines out.
 
-    python -m tests.contract.driver TREE VERSION api_server|serve < cases      a case: {"argv": [...], "stage": "parse"}
+    python -m tests.contract.driver TREE VERSION api_server|serve|sglang ENGINE < cases      a case: {"argv": [...], "stage": "parse"}
 
 The package's `__init__` is not run (in early versions it imports the whole engine); every other module is the
 version's own, except the stand-ins. Stage `parse` repeats what the image's entry point does before it starts a
@@ -9,6 +9,7 @@ server: parse, then `validate_parsed_serve_args`. Stage `flags` lists the parser
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import functools
@@ -27,9 +28,9 @@ from typing import Any
 from tests.contract import stand_ins
 
 CLI_ARGS = (  # where `make_arg_parser` lived, newest first
-    "vllm.entrypoints.common.cli_args",
-    "vllm.entrypoints.launchers.cli_args",
-    "vllm.entrypoints.openai.cli_args",
+    "entrypoints.common.cli_args",
+    "entrypoints.launchers.cli_args",
+    "entrypoints.openai.cli_args",
 )
 
 
@@ -42,45 +43,48 @@ SPECULATIVE = (
 )
 
 
+package = ["vllm"]  # the engine's package; main sets it
+
+
 def exports(init: Path) -> dict[str, str]:
     """Public name -> module, read from the package's `__init__` without running it."""
     found = {}
     for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            module = ("vllm." if node.level else "") + (node.module or "")
+            module = (f"{init.parent.name}." if node.level else "") + (node.module or "")
             found.update({alias.asname or alias.name: module for alias in node.names})
     return found
 
 
 def enter(tree: Path, version: str) -> None:
-    """Make `vllm` importable: the version's own modules from TREE, stand-ins for what is not there."""
+    """Make the engine importable: the version's own modules from TREE, stand-ins for what is not there."""
     # transformers looks for torch once and remembers; it must not find the stand-in.
     importlib.import_module("transformers.utils.import_utils").is_torch_available()
     settings: Any = importlib.import_module("transformers.configuration_utils")
-    stand_ins.install()
+    stand_ins.install(package[0])
     # ... except to read a configuration's "float16" as `torch.float16`.
     settings.is_torch_available = lambda: True
     sys.path.append(str(tree))  # the engine looks up its own metadata
-    package: Any = types.ModuleType("vllm")
-    package.__path__ = [str(tree / "vllm")]
-    package.__file__ = str(tree / "vllm" / "__init__.py")
-    package.__version__ = version
-    homes = exports(Path(package.__file__))
+    made: Any = types.ModuleType(package[0])
+    made.__path__ = [str(tree / package[0])]
+    made.__file__ = str(tree / package[0] / "__init__.py")
+    made.__version__ = version
+    homes = exports(Path(made.__file__))
 
     def public(name: str) -> Any:
         if name not in homes:
             raise AttributeError(name)
         return getattr(importlib.import_module(homes[name]), name)
 
-    package.__getattr__ = public
-    sys.modules["vllm"] = package
+    made.__getattr__ = public
+    sys.modules[package[0]] = made
 
 
 def cli_args(tree: Path) -> Any:
     """The module that defines this version's server options."""
     for name in CLI_ARGS:
-        if (tree / (name.replace(".", "/") + ".py")).exists():
-            return importlib.import_module(name)
+        if (tree / package[0] / (name.replace(".", "/") + ".py")).exists():
+            return importlib.import_module(f"{package[0]}.{name}")
     raise FileNotFoundError(f"none of {CLI_ARGS} in {tree}")
 
 
@@ -104,6 +108,18 @@ def make_parser(module: Any, serve: bool) -> Callable[[list[str]], Any]:
         return args
 
     return run
+
+
+def sglang_parser() -> tuple[Callable[[], argparse.ArgumentParser], Callable[[list[str]], Any]]:
+    """SGLang's parser, and a function argv -> namespace that parses as sglang.launch_server does."""
+    arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
+
+    def parser() -> argparse.ArgumentParser:
+        made = argparse.ArgumentParser(prog="sglang serve")
+        arguments.add_cli_args(made)
+        return made
+
+    return parser, lambda argv: parser().parse_args(argv)
 
 
 def plain(value: Any) -> Any:
@@ -144,9 +160,13 @@ def flags(parser: Any) -> dict[str, Any]:
 
 def engine(args: Any, tree: Path) -> dict[str, Any]:
     """What the engine makes of the parsed arguments before it touches a device: its own checks of the whole set."""
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry: Any = importlib.import_module(f"{package[0]}.model_executor.models.registry")
     registry._run_in_subprocess = lambda function: function()  # a new process would not have the stand-ins
-    made = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    made = (
+        importlib.import_module(f"{package[0]}.engine.arg_utils")
+        .AsyncEngineArgs.from_cli_args(args)
+        .create_engine_config()
+    )
     speculative, scheduler = made.speculative_config, made.scheduler_config
     values = {
         "quantization": made.model_config.quantization,
@@ -171,17 +191,17 @@ def engine(args: Any, tree: Path) -> dict[str, Any]:
 def start(made: Any, values: dict[str, Any], tree: Path) -> None:
     """The checks that a version makes only when its worker or drafter starts, where they read nothing but numbers."""
     speculative, one = made.speculative_config, types.SimpleNamespace
-    if (tree / "vllm/spec_decode/spec_decode_worker.py").exists() and values["engine_v1"] != "1":
-        worker = importlib.import_module("vllm.spec_decode.spec_decode_worker").SpecDecodeWorker
+    if (tree / package[0] / "spec_decode/spec_decode_worker.py").exists() and values["engine_v1"] != "1":
+        worker = importlib.import_module(f"{package[0]}.spec_decode.spec_decode_worker").SpecDecodeWorker
         sizes = inspect.getattr_static(worker, "_vocab_size")
         draft, target = speculative.draft_model_config or made.model_config, made.model_config
         sizes = getattr(sizes, "fget", None) or sizes.func
         widths = [one(vocab_size=model.get_vocab_size()) for model in (draft, target)]
         sizes(one(proposer_worker=widths[0], scorer_worker=widths[1]))
         return
-    drafts = (tree / "vllm/v1/spec_decode/draft_model.py").exists() and speculative.method == "draft_model"
+    drafts = (tree / package[0] / "v1/spec_decode/draft_model.py").exists() and speculative.method == "draft_model"
     if drafts and not values["runner_v2"]:  # runner V2 has a drafter of its own, without this check
-        drafter = importlib.import_module("vllm.v1.spec_decode.draft_model").DraftModelProposer
+        drafter = importlib.import_module(f"{package[0]}.v1.spec_decode.draft_model").DraftModelProposer
         drafter._raise_if_draft_tp_mismatch(one(speculative_config=speculative, vllm_config=made))
 
 
@@ -197,7 +217,7 @@ def apart(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if child == 0:
         os.close(receive)
         known = set(sys.modules)
-        answer = [caught(action), [m for m in sys.modules if m not in known and m.startswith("vllm.")]]
+        answer = [caught(action), [m for m in sys.modules if m not in known and m.startswith(f"{package[0]}.")]]
         with os.fdopen(send, "w", encoding="utf-8") as pipe:
             pipe.write(json.dumps(answer))
         os._exit(0)
@@ -216,20 +236,32 @@ def main(tree: Path, version: str, entry: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     enter(tree, version)
-    module = cli_args(tree)
-    parse = make_parser(module, entry == "serve")
-    empty = vars(parse([])).copy()
+    parser: Callable[[], Any]
+    if entry == "sglang":
+        parser, parse = sglang_parser()
+        empty = vars(parse(["--model-path", ""])).copy()
+    else:
+        module = cli_args(tree)
+        parser, parse = (
+            lambda: module.make_arg_parser(module.FlexibleArgumentParser()),
+            make_parser(module, entry == "serve"),
+        )
+        empty = vars(parse([])).copy()
 
     def case(argv: list[str]) -> dict[str, Any]:
         space = vars(parse(argv))
-        return {k: plain(v) for k, v in sorted(space.items()) if k == "model" or plain(v) != plain(empty.get(k))}
+        return {
+            k: plain(v)
+            for k, v in sorted(space.items())
+            if k in ("model", "model_path") or plain(v) != plain(empty.get(k))
+        }
 
     for line in sys.stdin:
         request = json.loads(line)
         if request["stage"] == "flags":
-            result = caught(lambda: flags(module.make_arg_parser(module.FlexibleArgumentParser())))
+            result = caught(lambda: flags(parser()))
         elif request["stage"] == "engine":
-            importlib.import_module("vllm.model_executor.models.qwen2")  # once, not in every child
+            importlib.import_module(f"{package[0]}.model_executor.models.qwen2")  # once, not in every child
             os.environ.update(request["env"])
             stand_ins.cards[:] = [tuple(card) for card in request["cards"]]
             result = apart(functools.partial(lambda argv: engine(parse(argv), tree), request["argv"]))
@@ -242,4 +274,5 @@ def main(tree: Path, version: str, entry: str) -> None:
 
 
 if __name__ == "__main__":
+    package[:] = sys.argv[4:]
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,4 +1,4 @@
-"""The real argument parsers of many vLLM versions, without a GPU and without torch.
+"""The real argument parsers of many vLLM versions and of other engines, without a GPU and without torch.
 
     python tests/contract/parsers.py --fetch                   get every version (range requests: a few MB each)
     python tests/contract/parsers.py VERSION -- ARGV…          ask one version about one command line; exits as it would
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import csv
 import functools
 import hashlib
 import importlib
@@ -46,7 +47,11 @@ ENTRY = {
     **dict.fromkeys(("0.6.4.post1", "0.7.3", "0.8.2", "0.8.5", "0.9.2", "0.10.2"), "api_server"),
     **dict.fromkeys(("0.15.1", "0.19.1", "0.25.1", "0.26.0", "0.30.0", "0.32.0", "0.33.0"), "serve"),
 }
-VERSIONS = tuple(ENTRY)
+VERSIONS = tuple(ENTRY)  # of vLLM
+# Other engines, as engine@version: how they are entered (driver.py).
+OTHERS = {"aphrodite@0.24.1": "serve", **dict.fromkeys(("sglang@0.5.19", "sglang@0.5.23"), "sglang")}
+RELEASES = (*VERSIONS, *OTHERS)
+DISTRIBUTIONS = {"vllm": "vllm", "aphrodite": "aphrodite-engine", "sglang": "sglang"}
 
 # Parts of the engine that no parser and no configuration imports: the bulk of a release.
 UNUSED = tuple(
@@ -81,6 +86,9 @@ UNUSED = tuple(
         "v1/worker/gpu",
         "vllm_flash_attn",
     )
+)
+UNUSED_SGLANG = tuple(
+    f"sglang/{folder}/" for folder in ("benchmark", "lang", "multimodal_gen", "srt/layers", "srt/models", "test")
 )
 USED_MODELS = (
     "__init__",
@@ -131,14 +139,22 @@ class Locked:
     record: str
 
 
-def wanted(name: str) -> bool:
-    """Whether a wheel's member is unpacked."""
+def engine_of(release: str) -> str:
+    """The engine of a release: what stands before the @, else vLLM."""
+    return release.partition("@")[0] if "@" in release else "vllm"
+
+
+def wanted(name: str, engine: str = "vllm") -> bool:
+    """Whether a wheel's member is unpacked. Engines are called as their packages are."""
     if name.endswith((".dist-info/METADATA", ".dist-info/RECORD")):
         return True
-    if not name.startswith("vllm/") or not name.endswith(".py"):
+    if not name.startswith(f"{engine}/") or not name.endswith(".py"):
         return False
-    model = name.removeprefix("vllm/model_executor/models/").removesuffix(".py")
-    return model in USED_MODELS or not name.startswith(UNUSED)
+    if engine == "sglang":
+        return not name.startswith(UNUSED_SGLANG)
+    inside = name.removeprefix(f"{engine}/")
+    model = inside.removeprefix("model_executor/models/").removesuffix(".py")
+    return model in USED_MODELS or not f"vllm/{inside}".startswith(UNUSED)
 
 
 def locked() -> dict[str, Locked]:
@@ -225,13 +241,13 @@ class RemoteZip(io.RawIOBase):
         return self.read(count)
 
 
-def spans(archive: zipfile.ZipFile, gap: int = 200_000) -> list[tuple[int, int]]:
+def spans(archive: zipfile.ZipFile, engine: str, gap: int = 200_000) -> list[tuple[int, int]]:
     """The byte ranges that hold the wanted members, near ones joined."""
     members = sorted(archive.infolist(), key=lambda m: m.header_offset)
     ends = [m.header_offset for m in members[1:]] + [archive.start_dir]
     joined: list[tuple[int, int]] = []
     for member, end in zip(members, ends, strict=True):
-        if not wanted(member.filename):
+        if not wanted(member.filename, engine):
             continue
         if joined and member.header_offset - joined[-1][1] < gap:
             joined[-1] = (joined[-1][0], end)
@@ -241,12 +257,12 @@ def spans(archive: zipfile.ZipFile, gap: int = 200_000) -> list[tuple[int, int]]
 
 
 @contextlib.contextmanager
-def remote(session: Any, link: Any, sha256: str | None) -> Iterator[tuple[zipfile.ZipFile, int]]:
+def remote(session: Any, link: Any, sha256: str | None, engine: str = "vllm") -> Iterator[tuple[zipfile.ZipFile, int]]:
     """The wheel as an open archive and the bytes received; the whole file, checked, where the server has no ranges."""
     try:
         file = RemoteZip(session, link.url_without_fragment)
         with zipfile.ZipFile(file) as archive:
-            for start, end in spans(archive):
+            for start, end in spans(archive, engine):
                 file.load(start, end)
             yield archive, file.received
     except NotImplementedError:
@@ -267,13 +283,13 @@ def record_of(archive: zipfile.ZipFile) -> bytes:
     return archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/RECORD")))
 
 
-def unpack(archive: zipfile.ZipFile, record: str, folder: Path) -> None:
+def unpack(archive: zipfile.ZipFile, record: str, folder: Path, engine: str) -> None:
     """Write the wanted members, each checked against RECORD, and RECORD against the lock."""
     text = record_of(archive)
     if hashlib.sha256(text).hexdigest() != record:
         raise ValueError(f"RECORD's sha256 is {hashlib.sha256(text).hexdigest()}, locked {record}")
-    hashes = {path: digest for path, digest, _ in (line.rsplit(",", 2) for line in text.decode().splitlines())}
-    for name in filter(wanted, archive.namelist()):
+    hashes = {path: digest for path, digest, _ in csv.reader(text.decode().splitlines())}
+    for name in (name for name in archive.namelist() if wanted(name, engine)):
         data = archive.read(name)
         if not name.endswith("/RECORD"):
             digest = hashes[name].removeprefix("sha256=")
@@ -286,7 +302,9 @@ def unpack(archive: zipfile.ZipFile, record: str, folder: Path) -> None:
 
 def stamp(row: Locked) -> str:
     """What a cached tree was made from."""
-    return hashlib.sha256(repr((row, UNUSED, USED_MODELS)).encode()).hexdigest()
+    return hashlib.sha256(
+        repr((row, UNUSED, USED_MODELS, *([UNUSED_SGLANG] if engine_of(row.version) == "sglang" else []))).encode()
+    ).hexdigest()
 
 
 def cached(version: str) -> bool:
@@ -303,7 +321,11 @@ def fetch(versions: Sequence[str] = VERSIONS, say: Callable[[str], None] = lambd
     rows, total = locked(), 0
     CACHE.mkdir(parents=True, exist_ok=True)
     with index() as (session, finder):
-        links = {c.link.filename: c.link for c in finder.find_all_candidates("vllm")}
+        links = {
+            candidate.link.filename: candidate.link
+            for engine in {engine_of(version) for version in missing}
+            for candidate in finder.find_all_candidates(DISTRIBUTIONS[engine])
+        }
         for version in missing:
             row = rows[version]
             link = links.get(row.file)
@@ -313,8 +335,8 @@ def fetch(versions: Sequence[str] = VERSIONS, say: Callable[[str], None] = lambd
                 raise ValueError(f"{row.file}: the index says sha256 {link.hash}, locked {row.sha256}")
             folder = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{version}-"))
             try:
-                with remote(session, link, row.sha256) as (archive, received):
-                    unpack(archive, row.record, folder)
+                with remote(session, link, row.sha256, engine_of(version)) as (archive, received):
+                    unpack(archive, row.record, folder, engine_of(version))
                 (folder / ".made").write_text(stamp(row))
                 shutil.rmtree(CACHE / version, ignore_errors=True)
                 folder.chmod(0o755)
@@ -381,11 +403,20 @@ class Driver:
         # A clean environment: a caller's VLLM_* would change defaults.
         env = {"PATH": os.defpath, "HOME": self.home.name, "LANG": "C.UTF-8", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        words = [str(environment()), "-W", "ignore", "-m", "tests.contract.driver", str(CACHE / version), version]
+        words = [
+            str(environment()),
+            "-W",
+            "ignore",
+            "-m",
+            "tests.contract.driver",
+            str(CACHE / version),
+            version.rpartition("@")[2],
+        ]
+        engine = engine_of(version)
         self.version = version
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
-            [*words, ENTRY[version]],
+            [*words, {**ENTRY, **OTHERS}[version], engine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.said,
@@ -412,8 +443,8 @@ class Driver:
 @functools.cache
 def driver(version: str) -> Driver:
     """The version's process, started on first use."""
-    if version not in ENTRY:
-        raise ValueError(f"{version} is not one of {', '.join(VERSIONS)}")
+    if version not in RELEASES:
+        raise ValueError(f"{version} is not one of {', '.join(RELEASES)}")
     return Driver(version)
 
 
@@ -474,10 +505,15 @@ def relock(say: Callable[[str], None]) -> None:
     """Write the lock: the wheels' hashes as the index gives them, RECORDs as found in the wheels."""
     lines = ["# Made by `parsers.py --relock`: version, wheel, sha256 of the wheel, sha256 of its RECORD."]
     with index() as (session, finder):
-        links = {str(c.version): c.link for c in finder.find_all_candidates("vllm") if c.link.is_wheel}
-        for version in VERSIONS:
-            link = links[version]
-            with remote(session, link, link.hash) as (archive, _):
+        links = {
+            (engine, str(c.version)): c.link
+            for engine, distribution in DISTRIBUTIONS.items()
+            for c in finder.find_all_candidates(distribution)
+            if c.link.is_wheel
+        }
+        for version in RELEASES:
+            link = links[engine_of(version), version.rpartition("@")[2]]
+            with remote(session, link, link.hash, engine_of(version)) as (archive, _):
                 record = hashlib.sha256(record_of(archive)).hexdigest()
             lines.append(f"{version} {link.filename} {link.hash} {record}")
             say(lines[-1])
@@ -488,15 +524,15 @@ def main(words: Sequence[str]) -> int:
     """The command line; exits with the parser's own code."""
     cut = list(words).index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("version", nargs="?", choices=VERSIONS)
+    parser.add_argument("version", nargs="?", choices=RELEASES)
     parser.add_argument("--fetch", action="store_true")
     parser.add_argument("--relock", action="store_true")
-    parser.add_argument("--flags", metavar="VERSION", choices=VERSIONS)
+    parser.add_argument("--flags", metavar="VERSION", choices=RELEASES)
     options = parser.parse_args(words[:cut])
     if options.relock:
         relock(print)
     elif options.fetch:
-        received = fetch(say=print)
+        received = fetch(RELEASES, say=print)
         environment()
         print(f"{received / 1e6:.1f} MB received; {size(CACHE) / 1e6:.1f} MB in {CACHE}")
     elif options.flags:

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, get_args, get_origin
 
+# Also never installed, for one engine's sake.
+NAMES_OF = {"sglang": set("orjson sgl_kernel soundfile decord IPython dill hf_transfer torchao".split())}  # noqa: SIM905
 # Third-party packages that are never installed here. Anything else that is missing is a real ImportError.
 NAMES = set(
     """
@@ -32,20 +34,13 @@ NAMES = set(
 TORCH_VERSION = "2.13.0"
 # Parts of the engine itself: what is compiled, what is not unpacked, and a configuration class that 0.9.2 registers
 # under a name which today's transformers has taken.
-ENGINE_NAMES = {
-    "vllm._C",
-    "vllm._C_stable_libtorch",
-    "vllm._core_C",
-    "vllm._moe_C",
-    "vllm._moe_C_stable_libtorch",
-    "vllm.cumem_allocator",
-    "vllm.model_executor.kernels",
-    "vllm.models",
-    "vllm.third_party",
-    "vllm.transformers_utils.configs.ovis",
-    "vllm.vllm_flash_attn",
-}
-MODELS = "vllm.model_executor.models."
+PARTS = """
+    _C _C_stable_libtorch _core_C _moe_C _moe_C_stable_libtorch cumem_allocator model_executor.kernels models third_party
+    transformers_utils.configs.ovis vllm_flash_attn
+    """.split()  # noqa: SIM905
+ENGINE_NAMES = {f"{engine}.{part}" for engine in ("vllm", "aphrodite") for part in PARTS}
+ENGINE_NAMES |= {"sglang.srt.layers", "sglang.srt.models", "sglang.lang"}
+MODELS = ("vllm.model_executor.models.", "aphrodite.model_executor.models.")
 # Other makers' devices, which an engine looks for by the name of torch's module.
 ABSENT = {"torch.npu", "torch.musa", "torch_npu"}
 
@@ -122,7 +117,9 @@ class _Base(metaclass=_Meta):
 def make(parent: str, name: str) -> Any:
     """A new stand-in class called `name`."""
     body: dict[str, Any] = {"__module__": parent, "_stand_in": True}
-    if parent.startswith("vllm.models"):  # the engine asks every quantisation whether it takes a checkpoint over
+    if parent.startswith(
+        ("vllm.models", "aphrodite.models")
+    ):  # the engine asks every quantisation whether it takes a checkpoint over
         body["override_quantization_method"] = staticmethod(lambda *args, **kwargs: None)
     return _Meta(name, (_Base,), body)
 
@@ -301,11 +298,13 @@ FACTS = {
     "triton.backends": _triton_backends,
     "pynvml": _nvml,
     "vllm.third_party.pynvml": _nvml,
+    "aphrodite.third_party.pynvml": _nvml,
 }
 
 
-def install() -> Finder:
+def install(engine: str = "vllm") -> Finder:
     """Put the stand-ins before every real finder."""
+    NAMES.update(NAMES_OF.get(engine, ()))
     finder = Finder()
     sys.meta_path.insert(0, finder)
     return finder

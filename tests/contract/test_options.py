@@ -1,7 +1,10 @@
 """The plan's list of options is the parsers' own."""
 
-from tests.contract.write_options import FILE, text
+import pytest
+
+from tests.contract.write_options import RELEASES, file, text
 
 
-def test_options_are_fresh() -> None:
-    assert FILE.read_text("utf-8") == text(), "run: python -m tests.contract.write_options"
+@pytest.mark.parametrize("engine", RELEASES)
+def test_options_are_fresh(engine: str) -> None:
+    assert file(engine).read_text("utf-8") == text(engine), "run: python -m tests.contract.write_options"

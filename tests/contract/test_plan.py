@@ -30,7 +30,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "pard": {"draft": {"repo": "amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B"}, "method": "pard"},
     "eagle3": {"draft": {"repo": "thoughtworks/DeepSeek-R1-Distill-Qwen-14B-Eagle3"}, "method": "eagle3"},
 }
-CASES = [(profile, method) for profile in profiles() for method in METHODS]
+CASES = [
+    (name, method)
+    for name, profile in profiles().items()
+    if profile.services[0]["engine"] == "vllm"
+    for method in METHODS
+]
 CARDS = {"rtx4090": [RTX_4090], "dual_rtx3090": [RTX_3090] * 2, "12gb": [RTX_3060]}
 SHAPES = {  # repository -> our configuration of the same shape; an EAGLE head has none, its command is only parsed
     "casperhansen/deepseek-r1-distill-qwen-32b-awq": "r1-32b-awq",

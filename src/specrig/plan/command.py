@@ -40,7 +40,7 @@ def values(service: Service) -> dict[str, Any]:
         "drain_s": DRAIN_S,
         # other engines' words for the same
         "address": f"0.0.0.0:{service.engine.container_port}",
-        "cache": "/root/.cache/models",
+        "cache": "/home/engine/models",
         "config_file": f"{FILES_PATH}/config.yml",
         "backend": "pytorch",
         "context_total": decl.max_model_len * decl.max_num_seqs,

@@ -209,7 +209,7 @@ def test_nothing_is_claimed_of_engines_that_were_not_measured() -> None:
         assert (one.vram == {}) is (engine != "aphrodite")
 
 
-@pytest.mark.parametrize(("version", "works"), [("0.5.15", True), ("0.5.23", True)])
+@pytest.mark.parametrize(("version", "works"), [("0.5.19", True), ("0.5.23", True)])
 def test_standalone_needs_a_version_that_compares_vocabularies(version: str, works: bool) -> None:
     assert method_works("sglang", "draft_model", version) is works
     assert not method_works("sglang", "draft_model", "0.5.12")

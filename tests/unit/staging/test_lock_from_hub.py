@@ -381,3 +381,43 @@ def test_what_changes_ids_or_the_prompt_is_in_the_lock() -> None:
     assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}'}) == "a"
     assert lock.chat_template({"tokenizer_config.json": b'{"chat_template": "a"}', "chat_template.jinja": b"b"}) == "b"
     assert lock.chat_template({}) is None
+
+
+def gguf_file(heads: int = 2) -> bytes:
+    """A GGUF file of more than a megabyte whose header ends beyond the first one: its vocabulary is long."""
+    from specrig.lab import gguf
+
+    config = {
+        "num_hidden_layers": 1, "max_position_embeddings": 64, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": heads,
+        "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 1.0, "vocab_size": 120_000, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    rows = gguf.metadata("m", config, {"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": []}, "{{ x }}")
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + len(rows).to_bytes(8, "little")
+    return head + b"".join(gguf.entry(*row) for row in rows) + bytes(10_000)
+
+
+def test_one_gguf_file_of_many_is_locked_by_its_name(hub: Hub) -> None:
+    (tree(hub) / "config.json").unlink()
+    for name in ("m-Q4.gguf", "m-Q8.gguf"):
+        (tree(hub) / name).write_bytes(gguf_file())
+    entry = lock.lock_model(REPO, None, hub.url, only=["m-Q4.gguf"])
+    content = (tree(hub) / "m-Q4.gguf").read_bytes()
+    assert entry["files"] == [
+        {"path": "m-Q4.gguf", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    ]
+    assert entry["config"]["vocab_size"] == 120_000 and entry["config"]["quantization"] == "gguf"
+    assert entry["config"]["head_dim"] == 4 and entry["tokenizer"]["size"] == 1
+    assert entry["size"] == len(content)
+
+
+def test_a_gguf_file_that_is_not_there_names_those_that_are(hub: Hub) -> None:
+    (tree(hub) / "m-Q4.gguf").write_bytes(gguf_file())
+    with pytest.raises(CannotRun, match=r"m-Q4\.gguf") as seen:
+        lock.lock_model(REPO, None, hub.url, only=["m-Q5.gguf"])
+    assert seen.value.code == "HUB_NO_MODEL"
+
+
+def test_a_file_that_only_is_called_gguf_is_told(hub: Hub) -> None:
+    (tree(hub) / "m.gguf").write_bytes(b"not a model" * 200_000)
+    with pytest.raises(CannotRun, match="no GGUF file"):
+        lock.lock_model(REPO, None, hub.url, only=["m.gguf"])
