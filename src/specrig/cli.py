@@ -23,12 +23,13 @@ from specrig.verbs import (
     preflight,
     rollback,
     status,
+    switch,
     test,
     up,
     verify,
 )
 
-VERBS = (init, plan, explain, models, images, preflight, up, rollback, verify, status, demo, lab, bench, test)
+VERBS = (init, plan, explain, models, images, preflight, up, rollback, switch, verify, status, demo, lab, bench, test)
 
 
 def parser() -> argparse.ArgumentParser:

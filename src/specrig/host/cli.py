@@ -19,7 +19,10 @@ from specrig.host import (
     apt_source,
     arguments,
     bundle,
+    cache,
+    choose,
     cuda,
+    diagnosis,
     docker_daemon,
     driver,
     gateway,
@@ -30,6 +33,7 @@ from specrig.host import (
     preflight,
     pull,
     ready,
+    service,
     share,
     stage,
     start,
@@ -86,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("rollback", help="go back to what was proven before")
     one.add_argument("service", nargs="?", help="default: the only one")
     one.add_argument("--check", action="store_true", help="only say what it would go back to")
+    _service(verbs)
     _store(verbs)
     one = verbs.add_parser("status", help="units, containers, health, models, applied plan")
     one.add_argument("--root", type=Path, help="the models' directory (default: the applied plan's)")
@@ -164,6 +169,66 @@ def _store(verbs: Any) -> None:
     one.add_argument("--allow", action="append", default=[], help="network that may ask (default: private networks)")
 
 
+def _pair(text: str) -> tuple[str, int]:
+    """`0=21000`: a card and MiB."""
+    name, _, mib = text.rpartition("=")
+    return name, int(mib)
+
+
+def _service(verbs: Any) -> None:
+    """What units call: the service itself, what it leaves behind, and what is chosen among alternates."""
+    one = verbs.add_parser("run-service", help="be a service's main process")
+    one.add_argument("--name", required=True)
+    one.add_argument("--url", required=True)
+    one.add_argument("--model", required=True, help="the served name")
+    one.add_argument("--key-file", type=Path)
+    one.add_argument("--health-path", default="/health")
+    one.add_argument("--completion-path", default="/v1/completions")
+    one.add_argument("--metrics-path", default="")
+    one.add_argument("--plan-key", default="", help="what times of earlier starts are comparable by")
+    one.add_argument("--start-timeout", type=float, default=900)
+    one.add_argument("--stop-timeout", type=int, default=60)
+    one.add_argument(
+        "--vram", type=_pair, action="append", default=[], metavar="CARD=MIB", help="free before the start"
+    )
+    one.add_argument("--probe", type=float, nargs=3, default=(60, 60, 3), metavar=("INTERVAL", "TIMEOUT", "FAILURES"))
+    one.add_argument("--restarts", type=int, default=5, help="in a row, before it gives up")
+    one.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGS…")
+    one = verbs.add_parser("diagnose", help="leave a file that says why a service failed")
+    one.add_argument("name")
+    one = verbs.add_parser(
+        "prune-cache", help="remove compile caches that neither the last start nor the one before used"
+    )
+    one.add_argument("directory", type=Path, help="the cache in use")
+    one = verbs.add_parser("choose", help="start a service instead of those that share its cards")
+    one.add_argument("name")
+    one.add_argument("--timeout", type=float, default=1800)
+    one.add_argument("--check", action="store_true", help="only say whether something would change")
+
+
+def _settings(args: argparse.Namespace) -> service.Settings:
+    interval, timeout, failures = args.probe
+    return service.Settings(
+        name=args.name,
+        container=f"specrig-{args.name}",
+        url=args.url,
+        model=args.model,
+        command=args.command[1:] if args.command[:1] == ["--"] else args.command,
+        key_file=args.key_file,
+        health_path=args.health_path,
+        completion_path=args.completion_path,
+        metrics_path=args.metrics_path,
+        plan_key=args.plan_key,
+        start_timeout=args.start_timeout,
+        stop_timeout=args.stop_timeout,
+        vram=dict(args.vram),
+        probe_interval=interval,
+        probe_timeout=timeout,
+        probe_failures=int(failures),
+        restarts=args.restarts,
+    )
+
+
 def _keep(args: argparse.Namespace, progress: Progress) -> dict[str, Any] | None:
     """Carry out a verb of `_store`; None when it is another one."""
     root = args.root
@@ -217,6 +282,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
     if args.verb == "rollback":
         return switch.rollback(args.service, progress, args.check)
+    if args.verb == "choose":
+        return choose.choose(args.name, progress, args.timeout, args.check)
+    if args.verb == "diagnose":
+        return diagnosis.diagnose(args.name)
+    if args.verb == "prune-cache":
+        return cache.prune(args.directory)
     if args.verb == "driver":
         return driver.driver(_document(args.job, stdin), progress, args.check)
     if args.verb == "docker-restart":
@@ -319,6 +390,8 @@ def main(argv: list[str] | None = None) -> int:
     except HostError as error:
         code, document = error.status, failure(error)
     else:
+        if args.verb == "run-service":
+            return service.run(_settings(args))
         code, document = guarded(args)
     print(json.dumps(document, sort_keys=True), flush=True)
     return code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-from pathlib import Path
 
 from specrig.host import ready
 from specrig.host.errors import HostError
@@ -26,13 +25,9 @@ def tokens(url: str, path: str, key: str | None) -> dict[str, str] | None:
 
 
 def probe(
-    url: str, model: str, timeout: float, key_file: Path | None, completion_path: str, metrics_path: str
+    url: str, model: str, timeout: float, key: str | None, completion_path: str, metrics_path: str
 ) -> tuple[str, str]:
     """(ok | busy | failed, why) of one real completion within `timeout` seconds. Never raises."""
-    try:
-        key = ready.read_key(key_file)
-    except HostError as error:
-        return FAILED, error.cause
     before = tokens(url, metrics_path, key)
     try:
         why = ready.complete_one(url, model, key, timeout, completion_path)

@@ -9,7 +9,6 @@ from typing import Any
 
 from specrig.host import units
 from specrig.host.errors import COULD_NOT_RUN, HostError
-from specrig.host.phases import phase_of
 from specrig.host.progress import Progress
 
 POLL_S = 0.5
@@ -18,6 +17,7 @@ TAIL = 30
 SETTLE_S = 0.3
 # Failed tries that make a start failed: one may be bad luck (a card not free yet), two are a cause.
 TRIES = 2
+RUNNING = ("active", "activating", "reloading")
 _UNIT = re.compile(r"[A-Za-z0-9:_.@-]{1,200}\.(service|timer|socket|target)")
 
 
@@ -36,6 +36,11 @@ def _failed(unit: str, cause: str, lines: list[units.Line], invocation: str, cod
     """The error, with the last lines of this start and of no earlier one."""
     ours = [line.text for line in lines if not invocation or line.invocation in ("", invocation)][-TAIL:]
     return HostError(code, f"{unit} {cause}", f"journalctl -u {unit} -n 200", lines=ours)
+
+
+def alternates(properties: dict[str, str]) -> list[str]:
+    """The specrig services that cannot run beside this one: those that its unit conflicts with."""
+    return [u for u in properties.get("Conflicts", "").split() if re.fullmatch(r"specrig-[a-z0-9-]+\.service", u)]
 
 
 def reload_if_needed(unit: str) -> None:
@@ -76,6 +81,11 @@ def start(
     before = _state(unit)
     restart = restart or units.older_than(before, after)
     # A unit without [Install] is "static": there is nothing to enable, now or at the next run.
+    others = alternates(before) if enable else []
+    idle = before["ActiveState"] not in RUNNING and before.get("UnitFileState") != "enabled"
+    if others and idle and any(other.get("UnitFileState") == "enabled" for other in units.show(*others)):
+        # Another service has the cards, by the plan's order or by `./rig switch`; that stays so.
+        return {"changed": False, "unit": unit, "state": "alternate", "seconds": 0.0}
     enable = enable and before.get("UnitFileState") in ("disabled", "enabled-runtime", "linked", "linked-runtime")
     if enable and not check:
         done = units.run("systemctl", "enable", unit)
@@ -101,7 +111,7 @@ def start(
             COULD_NOT_RUN,
         )
     lines: list[units.Line] = []
-    phase, detail, cursor, restarts = "starting", "", "", 0
+    phase, cursor, restarts = "starting", "", 0
     base = int(before.get("NRestarts") or 0)
     while True:
         now = _state(unit)  # before the journal: the lines that explain a state are older than it
@@ -112,8 +122,7 @@ def start(
         fresh = units.journal(unit, begin, cursor)
         cursor = fresh[-1].cursor if fresh else cursor
         lines = (lines + fresh)[-2000:]
-        for line in fresh:
-            phase, detail = phase_of(line.text) or (phase, detail)
+        phase, _, detail = (now.get("StatusText") or phase).partition(", ")
         idle = now.get("Job", "0") in ("", "0")
         progress.update(phase, message=detail or f"{active}/{sub}")
         if active == "active" and idle:
@@ -134,8 +143,7 @@ def start(
         base = min(base, count)
         failures = count - base + sub.startswith("auto-restart")
         if failures > restarts:
-            restarts, phase = failures, "starting again"
-            detail = f"try {failures} failed ({now.get('Result')}, exit status {now.get('ExecMainStatus')})"
+            restarts = failures
             if failures >= TRIES:
                 cause = f"failed {failures} times in a row ({now.get('Result')}), {seconds:.0f} s after the first start"
                 raise _failed(unit, cause, lines, "", "START_LOOP")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrig.host import docker_api, proven, ready, units
+from specrig.host import diagnosis, docker_api, proven, ready, start, units
 from specrig.host.errors import HostError
 from specrig.host.manifest import DAMAGED, read_manifest
 
@@ -54,6 +54,22 @@ def _health(service: dict[str, Any]) -> dict[str, Any] | None:
     return {"url": url, "ok": code == 200, "status": code}
 
 
+def _progress(name: str) -> dict[str, Any]:
+    """What the service's main process says of itself: {phase, detail, eta_s, start_s?, tries?, last_failure?}."""
+    try:
+        found = json.loads((Path("/run/specrig/services") / name / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _alternate(unit: dict[str, str]) -> bool:
+    """Whether another service that shares the cards has been chosen instead of this one."""
+    others = start.alternates(unit)
+    off = unit.get("ActiveState") not in start.RUNNING and unit.get("UnitFileState") != "enabled"
+    return bool(others) and off and any(one.get("UnitFileState") == "enabled" for one in units.show(*others))
+
+
 def _stale(name: str, unit: dict[str, str]) -> bool:
     """Whether the service runs with a unit or a key that has been replaced since it was started."""
     short = name[len("specrig-") : -len(".service")]
@@ -93,9 +109,9 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
     names = sorted({*services, *(u["Id"] for u in units.show("specrig-*.service", *services) if u.get("Id"))} - {None})
     for unit in units.show(*names) if names else []:
         name = unit.get("Id", "")
-        if name.startswith("specrig-job-") or name in OWN:
+        if name.startswith("specrig-job-") or name in OWN or "@" in name:
             continue
-        service = services.get(name)
+        service, short = services.get(name), name[len("specrig-") : -len(".service")]
         rows.append(
             {
                 "unit": name,
@@ -105,6 +121,10 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
                 "restarts": int(unit.get("NRestarts") or 0),
                 "result": unit.get("Result"),
                 "enabled": unit.get("UnitFileState"),
+                "status": unit.get("StatusText") or "",
+                "progress": _progress(short),
+                "alternate": _alternate(unit),
+                "diagnosis": str(found[0]) if (found := diagnosis.files(short)) else None,
                 "stale": _stale(name, unit),
                 "container": _container(name[: -len(".service")]),
                 "health": _health(service) if service else None,

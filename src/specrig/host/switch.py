@@ -78,6 +78,8 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
     before; UPGRADE_UNDONE when the proven one runs again, UPGRADE_STUCK when it does not.
     """
     due = service.start(progress, check=True)
+    if due["state"] == "alternate":  # another one that shares its cards was chosen: nothing to start, nothing to prove
+        return {**due, "downtime_s": None, "speculation": {}, "warnings": [], "told": [f"{service.name} is not chosen"]}
     content = read_files(service.paths)
     old = service.home.get("proven")
     same = old is not None and old["id"] == proven.identity(content)

@@ -16,7 +16,7 @@ from specrig.host.errors import COULD_NOT_RUN, HostError
 _PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,NRestarts,InvocationID,Job,StatusText,MainPID,ExecMainStatus,"
     "ActiveEnterTimestamp,StateChangeTimestamp,UnitFileState,ConditionResult,NeedDaemonReload,"
-    "ExecMainStartTimestampMonotonic"
+    "ExecMainStartTimestampMonotonic,Conflicts"
 )
 _SECRETS = (
     re.compile(r"\bhf_[A-Za-z0-9]{8,}"),

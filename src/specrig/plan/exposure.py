@@ -10,7 +10,7 @@ from specrig.plan.command import values
 from specrig.plan.declare import nearest_word, show
 from specrig.plan.dialects import option_accepted, options
 from specrig.plan.refusals import finding
-from specrig.plan.resolve import Host, Service
+from specrig.plan.resolve import Host, Service, excludes
 from specrig.plan.types import Finding
 
 MIN_KEY = 16
@@ -141,7 +141,7 @@ def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
     """Two services can not publish the same port on the same address."""
     for i, one in enumerate(services):
         for other in services[:i]:
-            if one.decl.port != other.decl.port:
+            if one.decl.port != other.decl.port or excludes(one, other):
                 continue
             a, b = _address(one.decl.bind), _address(other.decl.bind)
             if a == b or (a and a.is_unspecified) or (b and b.is_unspecified):

@@ -126,8 +126,13 @@ def context_is_known(s: Service) -> Iterator[Finding]:
 def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Iterator[Finding]:
     """Services on one card share its memory."""
     for card in host.cards:
-        on = [s for s in services if s.cuda and card in s.cards]
+        # An exclusive service never runs beside another one on its cards.
+        on = [s for s in services if s.cuda and card in s.cards and not s.decl.exclusive]
         total = sum(s.utilization for s in on)
         if len(on) > 1 and total > 0.95:
             cause = f"card {card.index}: {' and '.join(s.name for s in on)} ask for {total:.2f} of it, 0.95 is there"
-            yield finding("GPU_OVERCOMMIT", cause, f"gpu_memory_utilization: {0.95 / len(on):.2f} each, or other gpus")
+            yield finding(
+                "GPU_OVERCOMMIT",
+                cause,
+                f"gpu_memory_utilization: {0.95 / len(on):.2f} each, other gpus, or exclusive: true",
+            )

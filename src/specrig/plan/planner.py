@@ -10,7 +10,7 @@ from specrig.plan.command import DRAFT_PATH, DRAIN_S, FILES_PATH, TARGET_PATH, v
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
 from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
-from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, resolve
+from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
 
@@ -67,7 +67,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     found = list(dict.fromkeys(found))
     return HostPlan(
         host=_host_json(host, services),
-        services=tuple(_render(host, service) for service in services),
+        services=tuple(_render(host, service, services) for service in services),
         models=tuple(_models(host, services)),
         images=tuple(_images(services)),
         driver=_driver(host, services),
@@ -174,7 +174,7 @@ def _mount(artefact: Mapping[str, Any], inside: str, model: Model) -> dict[str, 
     return mount | ({"file": model.file} if model.file else {})
 
 
-def _render(host: Host, service: Service) -> ServicePlan:
+def _render(host: Host, service: Service, services: list[Service]) -> ServicePlan:
     decl, said = service.decl, values(service)
     graphs = service.cuda and not service.eager
     root = host.decl.rig_models_root
@@ -192,7 +192,7 @@ def _render(host: Host, service: Service) -> ServicePlan:
         argv=service.speaking.argv(said) + decl.extra_args,
         env={**service.speaking.env(said), **decl.env},
         ports=[{"bind": decl.bind, "port": decl.port, "container_port": service.engine.container_port}],
-        unit=f"specrig-{decl.name}.service",
+        unit=_unit(service),
         models=models,
         # Tensor-parallel workers exchange through /dev/shm; it is a limit, not a reservation.
         user=ENGINE_USER,
@@ -218,11 +218,26 @@ def _render(host: Host, service: Service) -> ServicePlan:
         min_acceptance=decl.min_acceptance,
         start_timeout_s=decl.start_timeout_s or 900 + (service.target.weights >> 20) // 100 + (600 if graphs else 0),
         stop_timeout_s=DRAIN_S + 40,
+        free_vram=_free_vram(service),
+        conflicts=[_unit(other) for other in services if excludes(service, other)],
+        probe=decl.probe.model_dump(),
+        restarts=decl.restarts,
         cache_key=_cache_key(service, models),
         vram=_memory(service),
         pair=pair_json(service),
         notes=list(decl.notes),
     )
+
+
+def _unit(service: Service) -> str:
+    return f"specrig-{service.name}.service"
+
+
+def _free_vram(service: Service) -> dict[str, int]:
+    """What the engine takes of each card: it looks at its start whether that much is free, and ends when it is not."""
+    if service.ledger is None:
+        return {}
+    return {str(gpu): card.budget_mib for gpu, card in zip(service.gpus, service.ledger.cards, strict=False)}
 
 
 def _cache_key(service: Service, models: list[dict[str, Any]]) -> str:

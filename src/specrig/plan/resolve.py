@@ -222,6 +222,15 @@ class Service:
         return len(self.cards) > 1 and all(card.nvlink for card in self.cards)
 
 
+def excludes(one: Service, other: Service) -> bool:
+    """Can the two not run side by side? One of them is exclusive, and they share a card, or both run on the CPU."""
+    if one is other or not (one.decl.exclusive or other.decl.exclusive):
+        return False
+    if not one.cuda or not other.cuda:
+        return one.cuda == other.cuda
+    return bool(set(one.gpus) & set(other.gpus)) or any(card in other.cards for card in one.cards)
+
+
 def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None, list[Finding]]:
     """What lock and catalog know of a repository; the lock wins."""
     locked, found = lock.get(ref.repo)

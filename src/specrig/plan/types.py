@@ -100,6 +100,14 @@ class ModelRef(Declared):
     )
 
 
+class ProbeDecl(Declared):
+    """How a running engine is asked for one token."""
+
+    interval_s: int = Field(60, ge=0, le=86_400, description="0: never")
+    timeout_s: int = Field(60, ge=1, le=3600)
+    failures: int = Field(3, ge=1, le=100, description="in a row, with no token for anybody: then it is started again")
+
+
 class ServiceDecl(Declared):
     """One engine under one systemd unit."""
 
@@ -137,6 +145,12 @@ class ServiceDecl(Declared):
     eager: bool | None = Field(None, description="default: CUDA graphs wherever they fit")
     extra_args: list[Annotated[str, Field(max_length=4096)]] = Field([], max_length=64)
     env: dict[str, Annotated[str, Field(max_length=4096)]] = Field({}, max_length=64)
+    exclusive: bool = Field(
+        False,
+        description="runs alone on its cards (a CPU service: on the CPU); ./rig switch chooses among those that share them",
+    )
+    probe: ProbeDecl = Field(ProbeDecl(), description="a real completion now and then, besides health")
+    restarts: int = Field(5, ge=0, le=100, description="failed starts in a row after which the unit gives up")
     notes: list[str] = Field([], description="travel into the plan: why a value is what it is")
 
 
@@ -295,6 +309,10 @@ class ServicePlan:
     min_acceptance: float | None
     start_timeout_s: int
     stop_timeout_s: int
+    free_vram: dict[str, int]  # MiB that must be free before the start, by index or UUID of a card
+    conflicts: list[str]  # units that cannot run beside this one, declared before it first
+    probe: dict[str, int]  # interval_s, timeout_s, failures
+    restarts: int
     cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another
     vram: dict[str, Any]
     pair: dict[str, Any]

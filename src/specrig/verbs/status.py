@@ -40,7 +40,12 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
     planned, wanted = [service.unit for service in plan.services], plan.as_json()["plan_hash"]
     units = {unit["unit"]: unit for unit in report.get("units", [])}
     missing = [f"{name} is planned and not there" for name in planned if name not in units]
-    down = [f"{name} is {unit['state']}" for name, unit in units.items() if unit["state"] != "active"]
+    down = [
+        f"{name} is {unit['state']}" + (f": {unit['status']}" if unit.get("status") else "") + _diagnosed(unit)
+        for name, unit in units.items()
+        if unit["state"] != "active" and not unit.get("alternate")
+    ]
+    degraded = [f"{name} is {unit['status']}" for name, unit in units.items() if _degraded(unit)]
     deaf = [
         f"{name} does not answer" for name, unit in units.items() if unit["state"] == "active" and not healthy(unit)
     ]
@@ -55,7 +60,15 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
         if (speculation := (u.get("upgrade") or {}).get("speculation") or {}).get("short")
     ]
     drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
-    return missing + down + deaf + old + slow + drift
+    return missing + down + degraded + deaf + old + slow + drift
+
+
+def _degraded(unit: dict[str, Any]) -> bool:
+    return unit["state"] == "active" and str(unit.get("status", "")).startswith("degraded")
+
+
+def _diagnosed(unit: dict[str, Any]) -> str:
+    return f"; why: sudo less {unit['diagnosis']}" if unit["state"] == "failed" and unit.get("diagnosis") else ""
 
 
 def healthy(unit: dict[str, Any]) -> bool:
@@ -71,10 +84,12 @@ def describe(host: str, report: dict[str, Any], plan: HostPlan) -> list[str]:
     drift = "as planned" if applied == wanted else "the plan has changed since it was applied: ./rig up"
     lines = [f"{host}: {drift if applied else 'no plan applied yet: ./rig up'}"]
     for unit in report.get("units", []):
-        answer = "answers" if healthy(unit) else "does not answer"
+        answer = "answers" if healthy(unit) else "not chosen" if unit.get("alternate") else "does not answer"
         lines.append(
             f"  {unit['unit']:<32} {unit['state']:<12} {answer:<16} restarts {unit['restarts']}  since {unit['since']}"
         )
+        if unit.get("status") and unit["state"] != "inactive":
+            lines.append(f"    {unit['status']}")
         lines += upgrade_lines(unit.get("upgrade") or {})
     for model in report.get("models", []):
         lines.append(f"  {model['path']}  {model['bytes'] / 1e9:.2f} GB{'  made here' if model['derived'] else ''}")

@@ -91,6 +91,12 @@ def directives(text: str) -> list[tuple[str, str]]:
 
 
 def start(text: str) -> list[str]:
+    """The container's command, which the service's main process runs."""
+    command = main_process(text)
+    return command[command.index("--") + 1 :]
+
+
+def main_process(text: str) -> list[str]:
     [value] = [value for _, name, value in lines(text) if name == "ExecStart"]
     return words(value)
 
@@ -162,7 +168,7 @@ def test_names_that_the_plan_allows_are_harmless(action: Any, name: str) -> None
     service = plan.as_json()["services"][0]
     text = unit(action, service)
     assert directives(text) == directives(unit(action, planned()))
-    [ready] = [words(value) for _, key, value in lines(text) if key == "ExecStartPost"]
+    ready = main_process(text)
     assert ready[ready.index("--model") + 1] == name
     for _, key, value in lines(text):
         assert key.startswith("Exec") or "%" not in value.replace("%%", ""), "a specifier"
@@ -178,7 +184,7 @@ def test_an_ipv6_address_is_bracketed(action: Any) -> None:
     text = unit(action, planned(tiny(bind="::1")))
     command = start(text)
     assert command[command.index("--publish") + 1] == "[::1]:8000:8000"
-    [ready] = [words(value) for _, key, value in lines(text) if key == "ExecStartPost"]
+    ready = main_process(text)
     assert ready[ready.index("--url") + 1] == "http://[::1]:8000"
 
 

@@ -83,24 +83,17 @@ def test_check_says_what_would_happen(play: Any) -> None:
     assert play({"show": show("inactive", "dead", LoadState="not-found")}, check=True)[0]["changed"] is True
 
 
-def test_phases_come_from_the_engines_own_lines(play: Any) -> None:
+def test_phases_come_from_the_units_own_status(play: Any) -> None:
     result, calls, progress = play(
         INACTIVE,
-        {
-            "show": show("activating", "start", Job="7"),
-            "lines": [["INFO Starting to load model /models/target...", "now"]],
-        },
-        {
-            "show": show("activating", "start", Job="7"),
-            "lines": [["Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01]", "now"]],
-        },
-        {"show": show("activating", "start-post", Job="7"), "lines": [["Capturing CUDA graphs: 10%", "now"]]},
+        {"show": show("activating", "start", Job="7", StatusText="loading weights, 1/2 shards, about 0:40 left")},
+        {"show": show("activating", "start", Job="7", StatusText="capturing graphs")},
         {"show": show("active", "running")},
     )
     assert result["changed"] is True and calls == [f"reset-failed {UNIT}", f"start --no-block {UNIT}"]
     phases = [(phase, message) for phase, _, _, message in progress.seen]
-    assert ("loading weights", "1/2 shards") in phases
-    assert ("capturing graphs", "activating/start-post") in phases
+    assert ("loading weights", "1/2 shards, about 0:40 left") in phases
+    assert ("capturing graphs", "activating/start") in phases
 
 
 def test_active_with_a_waiting_job_is_not_the_end(play: Any) -> None:
@@ -154,7 +147,7 @@ def test_each_start_gets_a_new_budget(play: Any) -> None:
 
 def test_a_timeout_names_the_phase(play: Any) -> None:
     with pytest.raises(HostError) as caught:
-        play(INACTIVE, {"show": show("activating", "start", Job="7"), "lines": [["Warming up", "now"]]}, timeout=0.2)
+        play(INACTIVE, {"show": show("activating", "start", Job="7", StatusText="warming up")}, timeout=0.2)
     assert caught.value.code == "START_TIMEOUT" and "warming up" in caught.value.cause
 
 
