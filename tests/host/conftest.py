@@ -28,6 +28,7 @@ def output(host: Any, *command: str) -> str:
 # Roles that a rig may be without. Where there is no applied plan (a role alone, in Molecule), all its checks run.
 OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "nvidia_driver": lambda plan: plan["driver"].get("source") == "distro",
+    "gpu_tuning": lambda plan: (plan["host"].get("gpu_tuning") or {}).get("state") == "present",
     "nvidia_container_toolkit": lambda plan: bool(plan["host"].get("container_toolkit")),
 }
 

@@ -39,6 +39,7 @@ from specrig.host import (
     start,
     status,
     switch,
+    tuning,
     upstreams,
 )
 from specrig.host.errors import COULD_NOT_RUN, FELL_SHORT, HostError
@@ -99,6 +100,15 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("driver", help="install or remove the distribution's NVIDIA driver")
     one.add_argument("job", help="the job as a JSON file, or - for standard input")
     one.add_argument("--check", action="store_true", help="only say what would be done")
+    one = verbs.add_parser("gpu-tuning", help="power limits and sleep, as planned", description=tuning.__doc__)
+    one.add_argument("job", help="the job as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say what would be done")
+    one.add_argument("--again", action="store_true", help="set also what cannot be read back (clocks)")
+    one.add_argument("--wait", type=float, default=0.0, help="seconds for the driver to come up")
+    one.add_argument(
+        "--measure", type=float, metavar="S", help="instead: watts saved under the load of now, S seconds each way"
+    )
+    verbs.add_parser("cdi-check", help="is the list of cards for containers that of the running driver")
     one = verbs.add_parser("cuda-check", help="does CUDA work, here or in a container", description=cuda.__doc__)
     cuda.add_arguments(one)
     one.add_argument("--container", help="check within this running container; its image needs python3")
@@ -298,6 +308,13 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return apt_source.apply(_document(args.job, stdin), progress, args.check)
     if args.verb == "preflight":
         return preflight.preflight(_document(args.wanted, stdin))
+    if args.verb == "gpu-tuning":
+        text = _document(args.job, stdin)
+        if args.measure:
+            return tuning.measure(text, args.measure)
+        return tuning.tuning(text, args.check, args.again, args.wait)
+    if args.verb == "cdi-check":
+        return preflight.cdi_check()
     if args.verb == "cuda-check":
         try:
             return cuda.in_container(args) if args.container else cuda.cuda_check(args)
@@ -365,7 +382,8 @@ def guarded(
             code, document = _job(args)
             return code, {"ok": code == 0, **document}
         with Progress(
-            progress_file, quiet=args.verb in ("ready", "status", "preflight", "models", "serve", "cuda-check")
+            progress_file,
+            quiet=args.verb in ("ready", "status", "preflight", "models", "serve", "cuda-check", "cdi-check"),
         ) as progress:
             document = {"ok": True, **run_verb(args, progress, stdin)}
             return 0 if document["ok"] else FELL_SHORT, document

@@ -97,6 +97,12 @@ CODES = {
     "STORE_DAMAGED": "published files are not what was staged: bits fell over, or somebody wrote to them",
     "STORE_EMPTY": "no published model: nothing was verified",
     "SWITCH_JOB": "the job is not a service of a plan",
+    "TUNING_JOB": "the job cannot be read",
+    "TUNING_NO_CARD": "a card that is to be tuned is not there",
+    "TUNING_NO_DRIVER": "the driver does not answer, so there is nothing to set a limit on",
+    "TUNING_PERSISTENCE": "persistence mode is off, and a limit would be lost with the last program",
+    "TUNING_RANGE": "a power limit that the card itself does not take; no card was touched",
+    "TUNING_REFUSED": "a limit was set and did not hold",
     "UPGRADE_STUCK": "neither the new one nor the proven one starts",
     "UPGRADE_UNDONE": "the new one failed; the proven one runs again",
 }

@@ -58,6 +58,16 @@ CODES = {
         "The machine has more cards than the inventory claims",
         "add them to rig_gpus, or leave them idle",
     ),
+    "CDI_STALE": Code(
+        "warning",
+        "The list of cards for containers is not that of the running driver",
+        "./rig up writes it again (by hand: sudo systemctl restart specrig-cdi.service)",
+    ),
+    "CDI_TWICE": Code(
+        "warning",
+        "More than one list of cards for containers",
+        "keep /run/cdi/nvidia.yaml, which is written at each boot, and remove the other",
+    ),
     "CLOCK_OFF": Code(
         "refusal",
         "The clock differs from the controller's",
@@ -102,6 +112,11 @@ CODES = {
         "warning",
         "The IOMMU translates what two cards say to each other",
         "iommu=pt on the kernel's command line, when NCCL hangs or the kernel logs IO_PAGE_FAULT",
+    ),
+    "NVLINK_ABSENT": Code(
+        "refusal",
+        "NVLink is claimed and the driver sees none",
+        "nvlink: false in rig_gpus, or seat the bridge: nvidia-smi topo --matrix shows NV# between bridged cards",
     ),
     "NOUVEAU_LOADED": Code(
         "warning",
@@ -221,10 +236,21 @@ def _two_cards(facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[
         full = max((claim["bar1_mib"] for claim in claims if card["id"] in claim["pci_ids"]), default=0)
         if card["bar1_mib"] is not None and card["bar1_mib"] < full:
             yield finding("BAR1_SMALL", f"{card['slot']} shows {card['bar1_mib']} MiB, {full} MiB are possible")
+    words = set(facts["links"].values())
+    if all(claim.get("nvlink") for claim in claims) and words and not all(word.startswith("NV") for word in words):
+        yield finding("NVLINK_ABSENT", f"nvidia-smi says {', '.join(sorted(words))} between the cards")
     if facts["acs_redirect"]:
         yield finding("ACS_REDIRECT", f"at {', '.join(facts['acs_redirect'])}")
     if facts["iommu"]["on"] and not facts["iommu"]["passthrough"]:
         yield finding("IOMMU_TRANSLATES", "the IOMMU is on, and not in pass-through")
+
+
+def _cdi(facts: Mapping[str, Any], _wanted: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    specs = facts["cdi"]["specs"]
+    if len(specs) > 1:
+        yield finding("CDI_TWICE", " and ".join(spec["path"] for spec in specs))
+    for why in facts["cdi"]["stale"]:
+        yield finding("CDI_STALE", why)
 
 
 def _memory(facts: Mapping[str, Any], _wanted: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -276,4 +302,4 @@ def _clock(facts: Mapping[str, Any], _wanted: Mapping[str, Any]) -> Iterator[dic
         yield finding("CLOCK_UNKEPT", "timedatectl says neither NTP nor synchronised")
 
 
-RULES = (_system, _kernel, _driver, _cards, _two_cards, _memory, _disk, _ports, _apt, _clock)
+RULES = (_system, _kernel, _driver, _cards, _two_cards, _cdi, _memory, _disk, _ports, _apt, _clock)

@@ -340,6 +340,51 @@ def links_of(matrix: str) -> dict[str, str]:
     }
 
 
+def peers(m: Machine) -> dict[str, str]:
+    """Whether the driver lets each pair of cards read each other, in its own words: {"0-1": "OK"}; a claim, not a test."""
+    said = m.run("nvidia-smi", "topo", "-p2p", "r")
+    return links_of(said.out) if said and said.rc == 0 else {}
+
+
+def cdi(m: Machine) -> list[dict[str, Any]]:
+    """Lists of NVIDIA's cards for containers (CDI), where Docker looks: {path, driver, cards, nodes: {path: major}}."""
+    found = []
+    for folder in ("etc/cdi", "run/cdi"):  # /var/run is /run
+        for name in (*m.names(folder, "*.yaml"), *m.names(folder, "*.json")):
+            text = m.text(f"{folder}/{name}")
+            if not re.search(r"kind\W+nvidia\.com/gpu\b", text):
+                continue
+            # No YAML in the standard library: these are words that stand in each entry, whatever the file's form.
+            version = re.search(r"lib(?:cuda|nvidia-ml)\.so\.(\d{3}\.\d+(?:\.\d+)?)", text)
+            nodes = re.findall(r"\bpath\W+(/dev/[\w/-]+)(?:(?!path)[^/]){0,80}?\bmajor\W+(\d+)", text)
+            found.append(
+                {
+                    "path": f"/{folder}/{name}",
+                    "driver": version[1] if version else None,
+                    "cards": sorted(set(re.findall(r"name\W+(GPU-[0-9a-fA-F-]+)", text))),
+                    "nodes": {path: int(major) for path, major in nodes},
+                }
+            )
+    return found
+
+
+def stale(m: Machine, specs: list[dict[str, Any]], loaded: str | None, gpus: list[dict[str, Any]] | None) -> list[str]:
+    """Why the list in `specs` is not that of the driver and the cards of now; one reason a line."""
+    why = []
+    for spec in specs:
+        if loaded and spec["driver"] and spec["driver"] != loaded:
+            why.append(f"{spec['path']} is of driver {spec['driver']}, {loaded} is loaded")
+        there = sorted(str(gpu["uuid"]) for gpu in gpus or [])
+        if there and spec["cards"] and spec["cards"] != there:
+            why.append(f"{spec['path']} lists {', '.join(spec['cards'])}; the machine has {', '.join(there)}")
+        for path, major in spec["nodes"].items():
+            with contextlib.suppress(OSError):
+                now = os.major(m.path(path).stat().st_rdev)
+                if now != major:
+                    why.append(f"{spec['path']} has {path} with major number {major}, it is {now}")
+    return why
+
+
 def disk(m: Machine, root: str) -> dict[str, Any]:
     """Where `root` is or would be: filesystem, free bytes for a user's files, and what carries it."""
     place = m.path(root)

@@ -44,7 +44,7 @@ def gather(m: Machine, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """All facts of the machine."""
     driver = machine.driver(m)
     gpus, error = machine.gpus(m)
-    containers = _containers(wanted)
+    containers, specs = _containers(wanted), machine.cdi(m)
     for gpu in gpus or []:
         for holder in gpu["holders"]:
             group = m.text(f"proc/{holder['pid']}/cgroup")
@@ -59,6 +59,8 @@ def gather(m: Machine, wanted: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": gpus,
         "gpus_error": error,
         "links": machine.links(m) if len(gpus or []) > 1 else {},
+        "peers": machine.peers(m) if len(gpus or []) > 1 else {},
+        "cdi": {"specs": specs, "stale": machine.stale(m, specs, driver["loaded"], gpus)},
         "iommu": machine.iommu(m),
         "acs_redirect": machine.acs(m),
         "models_root": _models(m, wanted),
@@ -104,6 +106,14 @@ def _models(m: Machine, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     absent = [model for model in wanted.get("models") or [] if model.get("path") and not m.path(model["path"]).exists()]
     missing = sum(int(file["size"]) for model in absent for file in model.get("files") or [])
     return {**machine.disk(m, str(root)), "missing_bytes": missing}
+
+
+def cdi_check(m: Machine | None = None) -> dict[str, Any]:
+    """Whether the cards' list for containers is that of now: {changed: it must be written again, loaded, specs, stale}."""
+    m = m or Machine()
+    loaded, specs = machine.driver(m)["loaded"], machine.cdi(m)
+    why = machine.stale(m, specs, loaded, machine.gpus(m)[0])
+    return {"changed": bool(why), "loaded": loaded is not None, "specs": specs, "stale": why}
 
 
 def preflight(text: str, m: Machine | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Makes a lab host look as if NVIDIA cards were plugged in: `lspci` and everything else that reads the PCI bus sees them.
 
-A folder of made-up PCI functions is mounted over /sys/bus/pci/devices of the container. There is no driver and nothing
-to compute with. It lasts until the container stops.
+A folder of made-up PCI functions is mounted over /sys/bus/pci/devices of the container, and again by a unit at each boot.
+There is no driver and nothing to compute with.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from typing import Any
 from specrig.lab.errors import LabError
 from specrig.plan.catalog import catalog
 
-FOLDER = "/run/specrig-lab/pci"
+FOLDER = "/var/lib/specrig-lab/pci"
 DEVICES = "/sys/bus/pci/devices"
+UNIT = "/etc/systemd/system/specrig-lab-cards.service"
+_BOOT = f"""[Unit]
+Description=Lab: made-up PCI functions
+Before=basic.target
+DefaultDependencies=no
+After=local-fs.target
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/mount --bind {FOLDER} {DEVICES}
+[Install]
+WantedBy=basic.target
+"""
 _MEMORY_64_PREFETCH, _MEMORY = 0x14220C, 0x40200  # flags as sysfs prints them
 
 
@@ -64,13 +77,16 @@ def plug(container: Any, cards: list[str]) -> None:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     steps = [f"while mountpoint -q {DEVICES}; do umount {DEVICES}; done", f"rm -rf {FOLDER}"]
+    steps += [f"systemctl disable --quiet {UNIT.rpartition('/')[2]} 2>&1 || true", f"rm -f {UNIT}"]
     if cards:
-        # Through standard words, not Docker's copy: that cannot write into a tmpfs of the container.
+        unit = base64.b64encode(_BOOT.encode()).decode()
         word = base64.b64encode(out.getvalue()).decode()
         steps += [
             f"mkdir -p {FOLDER}",
             f"echo {word} | base64 -d | tar -xz -C {FOLDER}",
             f"mount --bind {FOLDER} {DEVICES}",
+            f"echo {unit} | base64 -d > {UNIT}",
+            f"systemctl enable --quiet {UNIT}",
         ]
     done = container.exec_run(["sh", "-ec", "\n".join(steps)])
     if done.exit_code:

@@ -67,7 +67,7 @@ def method_exists(s: Service) -> Iterator[Finding]:
 
 
 # Fields that not every engine has a word for (dialects/*.yml: fields).
-ENGINE_FIELDS = ("tensor_parallel", "draft_tensor_parallel", "gpu_memory_utilization", "eager", "vocab")
+ENGINE_FIELDS = ("tensor_parallel", "draft_tensor_parallel", "gpu_memory_utilization", "eager", "vocab", "p2p")
 
 
 def engine_has_the_words(s: Service) -> Iterator[Finding]:

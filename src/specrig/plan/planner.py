@@ -12,6 +12,7 @@ from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
 from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
+from specrig.plan.tuning import tuning_job
 from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
 
 HUB_ENDPOINT = "https://huggingface.co"
@@ -129,7 +130,7 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
     for i, (key, fact) in enumerate(zip(names, facts.gpus, strict=True)):
         claim = by_name.get(key, GpuClaim(name=key))
         total = fact.memory_total_mib or known.gpus[key].vram_mib
-        cards.append(HostCard(i, key, known.gpus[key], total, claim.display, claim.nvlink, fact.uuid))
+        cards.append(HostCard(i, key, known.gpus[key], total, claim.display, claim.nvlink, fact.uuid, fact.power_w))
     return tuple(cards), []
 
 
@@ -152,6 +153,7 @@ def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
         "docker_data_root_existing": host.decl.rig_docker_data_root_existing,
         "firewall": {"allow": host.decl.rig_allow_from, "ports": exposure.published(services)},
         "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
+        "gpu_tuning": tuning_job(host),
         "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,
         "gpus": [
@@ -163,6 +165,7 @@ def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
                 "vram_mib": card.total_mib,
                 "pci_ids": card.gpu.pci_ids,
                 "bar1_mib": card.gpu.bar1_mib,
+                "nvlink": card.nvlink,
             }
             for card in host.cards
         ],
@@ -194,9 +197,9 @@ def _render(host: Host, service: Service, services: list[Service]) -> ServicePla
         ports=[{"bind": decl.bind, "port": decl.port, "container_port": service.engine.container_port}],
         unit=_unit(service),
         models=models,
-        # Tensor-parallel workers exchange through /dev/shm; it is a limit, not a reservation.
         user=ENGINE_USER,
-        shm_size_mb=10240 if service.tp > 1 else 1024,
+        # Tensor-parallel workers exchange through /dev/shm, without peer access also the tensors; a limit, no reservation.
+        shm_size_mb=(10240 if service.p2p == "off" else 4096) if service.tp > 1 else 1024,
         gpus=list(service.gpus),
         served_name=said["served_name"],
         key_env=service.engine.key_env,
@@ -226,6 +229,7 @@ def _render(host: Host, service: Service, services: list[Service]) -> ServicePla
         vram=_memory(service),
         pair=pair_json(service),
         notes=list(decl.notes),
+        p2p=service.p2p,
     )
 
 

@@ -8,6 +8,11 @@ from typing import Any
 from specrig.plan.types import Finding, HostPlan, ServicePlan
 
 WIDTH = 118
+TALK = {
+    "nvlink": "over NVLink",
+    "pcie": "over PCIe, peer to peer",
+    "off": "through the host's memory; peer access over PCIe is off (p2p)",
+}
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]+\Z")
 
 
@@ -39,6 +44,8 @@ def _host(name: str, plan: HostPlan) -> Iterator[str]:
         parts = [f"branch {plan.driver['branch']}"]
         parts += [f"{word} {plan.driver[word]}" for word in ("version", "installed") if plan.driver[word]]
         yield f"  driver     {', '.join(parts)}; {plan.driver['reason']}"
+    if tuning := plan.host.get("gpu_tuning"):
+        yield f"  tuning     {_tuning(tuning)}"
     for service in plan.services:
         yield ""
         yield from _service(service)
@@ -51,6 +58,18 @@ def _host(name: str, plan: HostPlan) -> Iterator[str]:
     if not plan.ok:
         yield ""
         yield "  nothing was touched; ./rig explain CODE says more"
+
+
+def _tuning(job: Mapping[str, Any]) -> str:
+    if job["state"] == "absent":
+        return "the cards' own limits, and sleep as it was"
+    limits = []
+    for card in job["cards"]:
+        limit = f"{card['watts']} W" if card["watts"] is not None else f"{card['percent']} % of the default limit"
+        clocks = f", or {card['clocks_mhz'][0]} to {card['clocks_mhz'][1]} MHz" if card["clocks_mhz"] else ""
+        which = "all cards" if card["gpu"] == "all" else f"card {card['gpu']}"
+        limits.append(f"{which} {limit}{clocks}")
+    return "; ".join([*limits, *(["no sleep"] if job["mask_sleep"] else [])]) or "nothing"
 
 
 def _counted(titles: Iterator[str]) -> list[tuple[str, int]]:
@@ -77,6 +96,8 @@ def _service(s: ServicePlan) -> Iterator[str]:
     for port in s.ports:
         yield f"    listens  {port['bind']}:{port['port']} as {s.served_name}"
     yield f"    unit     {s.unit}"
+    if s.p2p:
+        yield f"    cards    talk {TALK[s.p2p]}"
     for key, value in s.env.items():
         yield f"    env      {key}={value}"
     yield f"    command  {' '.join(s.entrypoint)}"

@@ -10,7 +10,17 @@ from specrig.plan.catalog import Catalog, Engine, Gpu, ModelConfig
 from specrig.plan.declare import parse, show
 from specrig.plan.dialects import Dialect, dialect, method_works
 from specrig.plan.refusals import finding
-from specrig.plan.types import Facts, Finding, HostDecl, LockedImage, LockedModel, Method, ModelRef, ServiceDecl
+from specrig.plan.types import (
+    Facts,
+    Finding,
+    HostDecl,
+    LockedImage,
+    LockedModel,
+    Method,
+    ModelRef,
+    PowerFact,
+    ServiceDecl,
+)
 
 DEFAULT_K = 3
 DEFAULT_UTILIZATION = 0.90
@@ -110,6 +120,17 @@ class HostCard:
     display: bool
     nvlink: bool
     uuid: str | None = None
+    power: PowerFact | None = None
+
+    @property
+    def watts(self) -> tuple[float, float, float]:
+        """(least, default, most) power limit in W: the card's own word, else the catalog's."""
+        own, known = self.power or PowerFact(), self.gpu.power
+        return (
+            known.min if own.min is None else own.min,
+            known.default if own.default is None else own.default,
+            known.max if own.max is None else own.max,
+        )
 
     @cached_property
     def ledger_card(self) -> vram.Card:
@@ -217,9 +238,29 @@ class Service:
     @property
     def bridged(self) -> bool:
         """Do the cards reach each other by NVLink?"""
-        if self.host.facts.p2p is not None:
-            return self.host.facts.p2p == "nvlink"
-        return len(self.cards) > 1 and all(card.nvlink for card in self.cards)
+        seen = linked(self.host.facts, self.cards)
+        return len(self.cards) > 1 and (all(card.nvlink for card in self.cards) if seen is None else seen)
+
+    @property
+    def p2p(self) -> str:
+        """How the cards talk: nvlink, pcie (peer access), off (through the host's memory); empty for one card."""
+        if self.tp < 2 or not self.cuda:
+            return ""
+        if self.decl.p2p != "off" and (self.bridged or self.decl.p2p == "nvlink"):
+            return "nvlink"
+        # A test that passed may not turn on what NVIDIA's driver does not support: such pairs were seen to hang, to lose
+        # bytes and to reset the machine.
+        tested = self.host.facts.p2p == "pcie" and all(card.gpu.p2p for card in self.cards)
+        return "pcie" if tested and self.decl.p2p == "auto" else "off"
+
+
+def linked(facts: Facts, cards: tuple[HostCard, ...]) -> bool | None:
+    """Whether NVLink joins these cards, by the host's own facts; None where they do not say."""
+    if facts.p2p is not None:
+        return facts.p2p == "nvlink"
+    numbers = sorted(card.index for card in cards)
+    ways = [facts.links.get(f"{a}-{b}") for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    return None if not ways or None in ways else all(str(way).startswith("NV") for way in ways)
 
 
 def excludes(one: Service, other: Service) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from specrig.plan import compat, exposure, memory, pairing
+from specrig.plan import compat, exposure, memory, pairing, topology, tuning
 from specrig.plan.resolve import Host, Service
 from specrig.plan.types import Finding
 
@@ -21,6 +21,7 @@ SERVICE_RULES: list[ServiceRule] = [
     compat.concurrency_is_low,
     compat.cards_serve,
     compat.parallel_divides,
+    topology.cards_can_talk,
     compat.driver_runs_image,
     compat.draft_keeps_graphs,
     pairing.pair_makes_sense,
@@ -41,6 +42,8 @@ SERVICE_RULES: list[ServiceRule] = [
 ]
 HOST_RULES: list[HostRule] = [
     compat.driver_is_consistent,
+    topology.bridges_are_there,
+    tuning.limits_are_possible,
     memory.cards_are_shared_within_bounds,
     exposure.ports_are_free,
     exposure.key_is_strong,

@@ -68,6 +68,34 @@ class GpuClaim(Declared):
     nvlink: bool = Field(False, description="the cards are bridged")
 
 
+class CardTuning(Declared):
+    """One card's power limit, where it is not that of the others. Watts or per cent."""
+
+    gpu: int | str = Field(description="index, or UUID: that stays when cards are moved")
+    power_w: int | None = Field(None, ge=1, le=2000)
+    power_percent: int | None = Field(None, ge=1, le=200, description="of the card's own default limit")
+
+
+class ClockLock(Declared):
+    """The graphics clock's range, in MHz."""
+
+    min_mhz: int = Field(210, ge=1, le=10_000)
+    max_mhz: int = Field(ge=1, le=10_000)
+
+
+class GpuTuningDecl(Declared):
+    """Power limits and sleep. Absent: specrig leaves both alone."""
+
+    state: Literal["present", "absent"] = Field("present", description="absent: back to the cards' own limits")
+    power_w: int | None = Field(None, ge=1, le=2000, description="limit of every card, W")
+    power_percent: int | None = Field(
+        None, ge=1, le=200, description="limit of every card, of its own default limit; instead of power_w"
+    )
+    cards: list[CardTuning] = Field([], max_length=16, description="single cards, over what all have")
+    clock_lock: ClockLock | None = Field(None, description="only for a card that takes no power limit")
+    mask_sleep: bool = Field(True, description="the machine never sleeps: CUDA does not survive it")
+
+
 class DriverClaim(Declared):
     """The driver the host has or shall keep. Absent: the plan names the branch to install."""
 
@@ -128,6 +156,9 @@ class ServiceDecl(Declared):
     )
     tensor_parallel: int = Field(1, ge=1, le=16)
     draft_tensor_parallel: int | None = Field(None, ge=1, le=16, description="default: what the version wants")
+    p2p: Literal["auto", "off", "nvlink"] = Field(
+        "auto", description="how two cards talk; auto: NVLink where it is, else through the host's memory"
+    )
     gpus: list[int | str] | None = Field(None, max_length=16, description="indices or UUIDs; default: the first ones")
     bind: Text = Field("127.0.0.1", description="host address that the port is published on")
     port: int = Field(8000, ge=1024, le=65535)
@@ -161,6 +192,7 @@ class HostDecl(Declared):
     rig_gpus: list[GpuClaim] | None = Field(None, max_length=16)
     rig_driver: DriverClaim | None = None
     rig_container_toolkit: ToolkitDecl | None = None
+    rig_gpu_tuning: GpuTuningDecl | None = None
     rig_models_root: str = Field(
         "/srv/models",
         pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
@@ -204,6 +236,25 @@ class HostDecl(Declared):
     rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
 
 
+class PowerFact(BaseModel):
+    """Limits that a card reports, in W."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    default: float | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+class IommuFact(BaseModel):
+    """Whether the IOMMU is on, and lets devices pass untranslated."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    on: bool = False
+    passthrough: bool = False
+
+
 class GpuFact(BaseModel):
     """One card as the host reports it."""
 
@@ -213,6 +264,7 @@ class GpuFact(BaseModel):
     uuid: str | None = None
     memory_total_mib: int | None = Field(None, gt=0)
     memory_used_mib: int | None = Field(None, ge=0)
+    power_w: PowerFact | None = None
 
 
 class Facts(BaseModel):
@@ -223,6 +275,9 @@ class Facts(BaseModel):
     gpus: list[GpuFact] | None = None
     driver_version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$")
     p2p: Literal["nvlink", "pcie", "none"] | None = Field(None, description="how the cards reach each other, tested")
+    links: dict[str, str] = Field({}, description='each pair in nvidia-smi\'s words: {"0-1": "PHB"}; NV# is NVLink')
+    acs_redirect: list[str] = Field([], description="bridges that send traffic between cards to the root complex")
+    iommu: IommuFact = IommuFact()
 
 
 class LockedFile(BaseModel):
@@ -317,6 +372,7 @@ class ServicePlan:
     vram: dict[str, Any]
     pair: dict[str, Any]
     notes: list[str]
+    p2p: str = ""  # how several cards talk: nvlink, pcie, off; empty for one card
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object with these fields."""

@@ -318,6 +318,90 @@ def test_secure_boot_with_an_enrolled_key_or_a_loaded_driver_is_fine(rig: Rig) -
     assert rig.codes(driver=CUDA) == set()
 
 
+SPEC = """cdiVersion: 0.5.0
+kind: nvidia.com/gpu
+devices:
+- name: "0"
+  containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia0
+      major: 1
+      minor: 5
+- name: {uuid}
+  containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia0
+containerEdits:
+  mounts:
+  - hostPath: /usr/lib/x86_64-linux-gnu/libcuda.so.{version}
+    containerPath: /usr/lib/x86_64-linux-gnu/libcuda.so.{version}
+"""
+H200 = "GPU-00000000-0000-0000-0000-000000000001"
+
+
+def test_a_device_list_that_is_of_now(rig: Rig) -> None:
+    rig.driver("580.159.04")
+    rig.write("run/cdi/nvidia.yaml", SPEC.format(uuid=H200, version="580.159.04"))
+    rig.write("run/cdi/other.yaml", "kind: vendor.com/device\n")
+    report = rig.look()
+    assert report["findings"] == [] and report["facts"]["cdi"]["specs"] == [
+        {"path": "/run/cdi/nvidia.yaml", "driver": "580.159.04", "cards": [H200], "nodes": {"/dev/nvidia0": 1}}
+    ]
+    assert not preflight.cdi_check(Machine(rig.root, rig.run))["changed"]
+
+
+@pytest.mark.parametrize(
+    ("uuid", "version", "words"),
+    [
+        (H200, "550.163.01", "is of driver 550.163.01, 580.159.04 is loaded"),
+        ("GPU-0000000a-0000-0000-0000-000000000001", "580.159.04", f"the machine has {H200}"),
+    ],
+)
+def test_a_device_list_of_another_driver_or_of_other_cards(rig: Rig, uuid: str, version: str, words: str) -> None:
+    rig.driver("580.159.04")
+    rig.write("run/cdi/nvidia.yaml", SPEC.format(uuid=uuid, version=version))
+    [one] = rig.look()["findings"]
+    assert (one["code"], one["level"]) == ("CDI_STALE", "warning") and words in one["cause"]
+    found = preflight.cdi_check(Machine(rig.root, rig.run))
+    assert found["changed"] and found["loaded"] and words in found["stale"][0]
+
+
+def test_a_device_node_that_got_another_number(rig: Rig) -> None:
+    rig.driver("580.159.04")
+    rig.write("run/cdi/nvidia.json", json.dumps({"kind": "nvidia.com/gpu", "x": [{"path": "/dev/null", "major": 195}]}))
+    (rig.root / "dev").mkdir()
+    (rig.root / "dev/null").symlink_to("/dev/null")
+    assert "has /dev/null with major number 195, it is 1" in rig.look()["findings"][0]["cause"]
+
+
+def test_two_device_lists(rig: Rig) -> None:
+    rig.driver("580.159.04")
+    for folder in ("run", "etc"):
+        rig.write(f"{folder}/cdi/nvidia.yaml", SPEC.format(uuid=H200, version="580.159.04"))
+    [one] = rig.look()["findings"]
+    assert one["code"] == "CDI_TWICE" and one["cause"] == "/etc/cdi/nvidia.yaml and /run/cdi/nvidia.yaml"
+
+
+@pytest.mark.parametrize("joined", ["PHB", "NV4"])
+def test_a_claimed_bridge(rig: Rig, joined: str) -> None:
+    rig.plug("rtx_3090", "rtx_3090")
+    rig.driver("580.159.04")
+    two = XML.replace("</gpu>", "</gpu><gpu id='00000000:02:00.0'></gpu>", 1)
+    rig.tools["nvidia-smi --query"] = Answer(0, two, "")
+    matrix = f"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{joined}\t0-15\nGPU1\t{joined}\t X \t0-15\n"
+    del rig.tools["nvidia-smi topo"]
+    rig.tools["nvidia-smi topo --matrix"] = Answer(0, matrix, "")
+    rig.tools["nvidia-smi topo -p2p"] = Answer(0, " \tGPU0\tGPU1\t\n GPU0\tX\tCNS\t\n GPU1\tCNS\tX\t\n", "")
+    both = claim("dual_rtx3090_r1_32b_tp2")
+    assert "NVLINK_ABSENT" not in rig.codes(cards=both)
+    report = rig.look(cards=[{**card, "nvlink": True} for card in both])
+    assert report["facts"]["links"] == {"0-1": joined} and report["facts"]["peers"] == {"0-1": "CNS"}
+    told = {one["code"]: one for one in report["findings"]}
+    assert ("NVLINK_ABSENT" in told) is (joined == "PHB") and report["ok"] is (joined == "NV4")
+    if joined == "PHB":
+        assert told["NVLINK_ABSENT"]["cause"] == "nvidia-smi says PHB between the cards"
+
+
 def test_who_holds_the_memory(rig: Rig) -> None:
     rig.driver()
     assert rig.codes() == set()

@@ -189,24 +189,6 @@ def test_cards_as_the_driver_names_them() -> None:
     assert gone.refusals[0].cause == "declared: 2 x rtx_3090; the host has: 1 x rtx_3090"
 
 
-@pytest.mark.parametrize(
-    ("host", "p2p", "custom_off", "p2p_off"),
-    [({}, None, True, True), ({}, "pcie", True, False), ({}, "nvlink", False, False), ({}, "none", True, True)],
-)
-def test_two_cards_without_a_bridge(host: Any, p2p: str | None, custom_off: bool, p2p_off: bool) -> None:
-    facts = {"p2p": p2p} if p2p else None
-    only = plan_host("host", {"rig_profile": "dual_rtx3090_r1_32b_tp2", **host}, None, facts).services[0]
-    assert ("--disable-custom-all-reduce" in only.argv) is custom_off
-    assert ("NCCL_P2P_DISABLE" in only.env) is p2p_off
-    assert only.shm_size_mb >= 10240
-    assert "draft_tensor_parallel_size" not in only.argv[-1]
-
-
-def test_a_declared_bridge_counts() -> None:
-    bridged = {"rig_profile": "dual_rtx3090_r1_32b_tp2", "rig_gpus": [{"name": "rtx_3090", "count": 2, "nvlink": True}]}
-    assert "--disable-custom-all-reduce" not in plan_host("host", bridged).services[0].argv
-
-
 def test_an_override_is_merged_by_name_and_the_rest_stays() -> None:
     plan = plan_host("lab", service("cpu_demo", "tiny", k=2, env={"OMP_NUM_THREADS": "2"}), tiny_lock())
     only = plan.services[0]
