@@ -15,6 +15,7 @@ from specrig.verbs import (
     bench,
     demo,
     explain,
+    gateway,
     images,
     init,
     lab,
@@ -29,7 +30,24 @@ from specrig.verbs import (
     verify,
 )
 
-VERBS = (init, plan, explain, models, images, preflight, up, rollback, switch, verify, status, demo, lab, bench, test)
+VERBS = (
+    init,
+    plan,
+    explain,
+    models,
+    images,
+    preflight,
+    up,
+    rollback,
+    switch,
+    verify,
+    status,
+    gateway,
+    demo,
+    lab,
+    bench,
+    test,
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -84,8 +84,13 @@ def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> 
     return result
 
 
-def load_hosts(inventory: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Host variables of the `rigs` group, as Ansible merges them; `names` narrows it, an unknown name is an error."""
+def load_hosts(
+    inventory: Path, names: Sequence[str] = (), group: str = "rigs", also: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Host variables of `group`, as Ansible merges them; `names` narrows it, an unknown name is an error.
+
+    `also`: a second group whose hosts may be named, and need not be there.
+    """
     command = [tool("ansible-inventory"), "-i", str(inventory), "--list"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=False, capture_output=True, text=True)
     if done.returncode:
@@ -96,13 +101,14 @@ def load_hosts(inventory: Path, names: Sequence[str] = ()) -> dict[str, dict[str
         )
     data = json.loads(done.stdout)
     variables = data.get("_meta", {}).get("hostvars", {})
-    members = group_members(data, "rigs")
+    members = group_members(data, group)
     if not members:
         raise CannotRun(
-            f"{inventory} has no host in the group `rigs`",
-            "put your hosts under `rigs:` (see inventory/example.yml)",
+            f"{inventory} has no host in the group `{group}`",
+            f"put your hosts under `{group}:` (see {'inventory/example.yml' if group == 'rigs' else 'docs/gateway.md'})",
             "NO_HOSTS",
         )
+    members += [host for host in group_members(data, also) if host not in members]
     unknown = [name for name in names if name not in members]
     if unknown:
         raise CannotRun(

@@ -146,7 +146,9 @@ def test_templates_say_who_writes_them_and_are_used(path: Path) -> None:
     assert any("Managed by specrig" in line or "ansible_managed" in line for line in head), head
     name = str(path.relative_to(ROOT / "templates"))
     files = [task["managed_files"].get("files", []) for _, task in every_task() if "managed_files" in task]
-    assert name in {file.get("src") for listed in files for file in listed}, f"nothing puts {name} on a host"
+    assert name in {file.get("src") for listed in files if isinstance(listed, list) for file in listed}, (
+        f"nothing puts {name} on a host"
+    )
 
 
 @each_role

@@ -538,11 +538,19 @@ def drain(rig: str, on: bool, wait: float = 0.0, check: bool = False) -> dict[st
         raise HostError(
             "GATEWAY_NO_RIG", f"no rig {rig!r:.80} behind this gateway; there is {', '.join(rigs)}", "name one of these"
         )
-    changed = (rig in upstreams.read_drained()) != on if check else upstreams.set_drained(rig, on)
+    if check:  # one that is drained already may still be waited for
+        busy = on and wait > 0 and any(row["running"] for row in found["upstreams"] if row["rig"] == rig)
+        return {
+            "changed": (rig in upstreams.read_drained()) != on or busy,
+            "rig": rig,
+            "drained": on,
+            "running": sum(row["running"] for row in found["upstreams"] if row["rig"] == rig),
+        }
+    changed = upstreams.set_drained(rig, on)
     until = time.monotonic() + wait
     while True:
         running = sum(row["running"] for row in found["upstreams"] if row["rig"] == rig)
-        if not on or check or not running or time.monotonic() >= until:
+        if not on or not running or time.monotonic() >= until:
             return {"changed": changed, "rig": rig, "drained": on, "running": running}
         time.sleep(0.5)
         found = status()

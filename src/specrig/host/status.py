@@ -13,7 +13,12 @@ from specrig.host.manifest import DAMAGED, read_manifest
 
 PLAN = Path("/etc/specrig/plan.json")
 # Units of ours that are no service: a scrub that is not running is no shortfall.
-OWN = ("specrig-scrub.service", "specrig-share.service")
+OWN = (
+    "specrig-scrub.service",
+    "specrig-share.service",
+    "specrig-gateway.service",
+    "specrig-gateway-relay.service",
+)
 
 
 def models(root: Path) -> list[dict[str, Any]]:

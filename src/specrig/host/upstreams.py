@@ -37,7 +37,7 @@ class Upstream:
     service: str
     model: str
     url: str
-    key_file: Path
+    key_file: Path | None
     up: bool | None = None
     why: str = "not probed yet"
     since: float = field(default_factory=time.monotonic)
@@ -115,9 +115,9 @@ class Fleet:
                     key = (row["rig"], row["service"], pool["model"], row["url"])
                     one = old.pop(key, None)
                     if one is None:
-                        one = Upstream(*key, Path(row["key_file"]))
+                        one = Upstream(*key, key_file=None)
                         fresh.append(one)
-                    one.key_file = Path(row["key_file"])
+                    one.key_file = Path(row["key_file"]) if row["key_file"] else None
                     found.append(one)
             for one in old.values():
                 one.gone = True

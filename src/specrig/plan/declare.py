@@ -34,6 +34,7 @@ CONSTRAINT_CODES = {
     "branch": "DRIVER_INVALID",
     "version": "DRIVER_INVALID",
     "count": "GPU_COUNT_INVALID",
+    "server_name": "GATEWAY_NAME_INVALID",
     "rig_models_root": "MODELS_ROOT_INVALID",
     "rig_hub_endpoint": "HUB_ENDPOINT_INVALID",
     "rig_allow_from": "ALLOW_FROM_INVALID",
@@ -95,7 +96,7 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     location = tuple(part for part in error["loc"] if part not in ("int", "str", "[key]"))
     kind, field = error["type"], next((part for part in reversed(location) if isinstance(part, str)), "")
     path = _path(prefix, location)
-    hidden = "env" in location or "rig_api_key" in location
+    hidden = bool({"env", "rig_api_key", "rig_gateway_keys"} & set(location))
     value = "a hidden value" if hidden else show(error.get("input"))
     if kind == "extra_forbidden":
         siblings = model.model_fields if len(location) == 1 else ()

@@ -39,7 +39,7 @@ def _entry(code: Code) -> list[str]:
     lines = [f"### {code.code}", "", f"{code.title}. {code.why}", "", f"Fix: {code.fix}", ""]
     if code.example is None:
         return lines
-    besides = [name for name in ("lock", "facts") if name in code.example]
+    besides = [name for name in ("lock", "facts", "rigs") if name in code.example]
     told = f"Provoked by (with {' and '.join(besides)} of its own, see codes.yml):" if besides else "Provoked by:"
     return [*lines, told, "", "```yaml", example_text(code).rstrip(), "```", ""]
 

@@ -25,7 +25,8 @@ _FORCED_SLOW = "awq"
 SYSTEM_DIRECTORIES = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"}
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """`text` as an IP address, or None."""
     try:
         return None if "%" in text else ipaddress.ip_address(text)  # a zone may be any text, and Docker takes none
     except ValueError:
@@ -34,7 +35,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def bind_is_safe(s: Service) -> Iterator[Finding]:
     """Off loopback only with a key that a person chose, and for networks that a person named."""
-    if _address(s.decl.bind) is None:
+    if address_of(s.decl.bind) is None:
         yield finding("BIND_INVALID", f"bind is {show(s.decl.bind)}, not an IP address")
     if not is_published(s):
         return
@@ -51,7 +52,7 @@ def bind_is_safe(s: Service) -> Iterator[Finding]:
 
 def is_published(s: Service) -> bool:
     """Whether the service is bound to an address that other machines may reach."""
-    address = _address(s.decl.bind)
+    address = address_of(s.decl.bind)
     return address is not None and not address.is_loopback
 
 
@@ -103,7 +104,7 @@ def docker_data_lies_apart(host: Host, _services: list[Service]) -> Iterator[Fin
 
 def engine_takes_a_key(s: Service) -> Iterator[Finding]:
     """Some engines have no key, or write it to their log: they stay on loopback, behind the gateway."""
-    address = _address(s.decl.bind)
+    address = address_of(s.decl.bind)
     if s.engine.key_env or address is None:
         return
     if address.is_loopback:
@@ -112,20 +113,22 @@ def engine_takes_a_key(s: Service) -> Iterator[Finding]:
         yield finding("ENGINE_KEYLESS_EXPOSED", f"bind is {s.decl.bind}, and {s.engine.title} takes no key in secret")
 
 
-def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
-    """A key is vaulted, or at least long. Its text appears in no message."""
-    key = host.decl.rig_api_key
-    if key is None or (isinstance(key, Mapping) and "__ansible_vault" in key):
+def key_faults(name: str, key: Any) -> Iterator[str]:
+    """What is wrong with a key that a person chose: it is vaulted, or at least long. Its text appears in no message."""
+    if isinstance(key, Mapping) and "__ansible_vault" in key:
         return
     if not isinstance(key, str):
-        yield finding(
-            "API_KEY_INVALID",
-            f"rig_api_key is {show(key) if not isinstance(key, int | float) else 'a number'}, not text",
-        )
+        yield f"{name} is {show(key) if not isinstance(key, int | float) else 'a number'}, not text"
     elif len(key) < MIN_KEY:
-        yield finding("API_KEY_INVALID", f"rig_api_key has {len(key)} characters, {MIN_KEY} are the least")
+        yield f"{name} has {len(key)} characters, {MIN_KEY} are the least"
     elif not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
-        yield finding("API_KEY_INVALID", "rig_api_key has a space, a control character or a letter beyond ASCII")
+        yield f"{name} has a space, a control character or a letter beyond ASCII"
+
+
+def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """The rig's API key, where a person chose it."""
+    if host.decl.rig_api_key is not None:
+        yield from (finding("API_KEY_INVALID", fault) for fault in key_faults("rig_api_key", host.decl.rig_api_key))
 
 
 def models_lie_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
@@ -143,7 +146,7 @@ def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
         for other in services[:i]:
             if one.decl.port != other.decl.port or excludes(one, other):
                 continue
-            a, b = _address(one.decl.bind), _address(other.decl.bind)
+            a, b = address_of(one.decl.bind), address_of(other.decl.bind)
             if a == b or (a and a.is_unspecified) or (b and b.is_unspecified):
                 where = f"port {one.decl.port} ({other.decl.bind}, {one.decl.bind})"
                 taken = {s.decl.port for s in services}

@@ -16,7 +16,7 @@ from specrig.plan.types import Finding
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One code. `example`: {declaration, lock?, facts?} that provokes it, or None where it takes more than one host."""
+    """One code. `example`: {declaration, lock?, facts?} that provokes it; with `rigs` {name: declaration} it is a gateway's."""
 
     code: str
     level: Literal["refusal", "warning"]

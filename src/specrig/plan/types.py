@@ -48,7 +48,7 @@ def _network(text: str) -> str:
 
 def _not_ours(name: str) -> str:
     """A service's name whose unit is not one of specrig's own. Raises PydanticCustomError."""
-    if name in ("cdi", "firewall", "scrub", "share"):
+    if name in ("cdi", "firewall", "gateway", "gateway-relay", "scrub", "share", "webui"):
         raise PydanticCustomError("literal_error", "it is taken: specrig has a unit of this name")
     return name
 
@@ -185,6 +185,49 @@ class ServiceDecl(Declared):
     notes: list[str] = Field([], description="travel into the plan: why a value is what it is")
 
 
+def _once(names: list[str]) -> list[str]:
+    """Each name once. Raises PydanticCustomError."""
+    if len(set(names)) != len(names):
+        raise PydanticCustomError("literal_error", "a name is there twice")
+    return names
+
+
+class GatewayDecl(Declared):
+    """One OpenAI endpoint before the rigs; for hosts of the group `gateways`."""
+
+    server_name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$",
+        max_length=253,
+        description="DNS name of the endpoint; with one it speaks TLS",
+    )
+    tls: Literal["internal", "acme"] | None = Field(
+        None,
+        description="internal: an authority of its own, whose root clients must trust; acme: a public one. Default with a name: internal",
+    )
+    email: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._+-]{1,64}@[A-Za-z0-9.-]{1,190}$",
+        description="where the public authority may write to",
+    )
+    bind: Text = Field("127.0.0.1", description="host address that it listens on")
+    port: int | None = Field(None, ge=1, le=65535, description="default: 443 with TLS, else 8080")
+    rigs: Annotated[list[Text], AfterValidator(_once)] | None = Field(
+        None, max_length=1000, description="default: all of the group rigs"
+    )
+    models: Annotated[list[Text], AfterValidator(_once)] | None = Field(
+        None, max_length=256, description="served names to offer; default: all that the rigs serve"
+    )
+    clients: Annotated[
+        list[Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]], AfterValidator(_once)
+    ] = Field(
+        ["default"],
+        min_length=1,
+        max_length=1000,
+        description="who may ask: each has a key of its own; a name that goes takes its key along",
+    )
+
+
 class HostDecl(Declared):
     """The rig_* variables of one host. Other variables are Ansible's and are not read."""
 
@@ -234,6 +277,10 @@ class HostDecl(Declared):
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
     rig_hub_token: Any = Field(None, description="vaulted; for gated models, used while staging only")
     rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
+    rig_gateway: GatewayDecl | None = Field(None, description="of a host in the group gateways; absent: its defaults")
+    rig_gateway_keys: Any = Field(
+        None, description="{client: vaulted key}; a client without one: generated on the host, once"
+    )
 
 
 class PowerFact(BaseModel):

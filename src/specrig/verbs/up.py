@@ -30,5 +30,5 @@ def ansible_arguments(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Run the site playbook; 1 when it did not end well."""
     inventory = runner.inventory_path(options.inventory)
-    runner.load_hosts(inventory, options.hosts)
+    runner.load_hosts(inventory, options.hosts, also="gateways")
     return 1 if runner.playbook("site", inventory, ansible_arguments(options)) else 0

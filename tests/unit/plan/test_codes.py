@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specrig.plan import plan_host, refusals
+from specrig.plan import GatewayPlan, HostPlan, plan_gateway, plan_host, refusals
 from specrig.plan.declare import CONSTRAINT_CODES
 from specrig.plan.docs import pages
 from specrig.plan.refusals import CODES, Code, explain
@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("code", CODES.values(), ids=lambda code: code.code)
 def test_the_example_provokes_its_code_and_no_other_refusal(code: Code) -> None:
     assert code.example is not None
-    plan = plan_host("example", code.example["declaration"], code.example.get("lock"), code.example.get("facts"))
+    plan: HostPlan | GatewayPlan
+    declaration, rigs = code.example["declaration"], code.example.get("rigs")
+    if code.code.startswith("GATEWAY_"):
+        rigs = {"example": declaration} if rigs is None else rigs  # a rig may be its own gateway
+        plan = plan_gateway("example", declaration, rigs)
+    else:
+        plan = plan_host("example", declaration, code.example.get("lock"), code.example.get("facts"))
     assert code.code in {found.code for found in (*plan.refusals, *plan.warnings)}
     assert {found.code for found in plan.refusals} == ({code.code} if code.level == "refusal" else set())
     assert plan.ok == (code.level == "warning")

@@ -5,6 +5,7 @@
         name: [docker.io, docker-cli]      # or name=version, also of an older one
         state: present            # or absent
         without: [nvidia-docker2]          # with present: packages whose place these take; removed, their settings stay
+        start: true               # false: services of a new package are not started; nothing else is changed about them
 
 Returns changed, packages (what was to do) and new (those of them that were there in no version).
 Check mode says what would be installed without python3-apt and without package lists on the host, which a bare machine has not.
@@ -44,6 +45,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "name": {"type": "list", "elements": "str", "required": True},
                 "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
                 "without": {"type": "list", "elements": "str", "default": []},
+                "start": {"type": "bool", "default": True},
             }
         )
         names = [name.partition("=")[0] for name in [*args["name"], *args["without"]]]
@@ -63,16 +65,17 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         for wanted, state in ((todo, args["state"]), (gone, "absent")):
             if not wanted:
                 continue
-            done = self._apt(wanted, state, task_vars)
+            done = self._apt(wanted, state, task_vars, args["start"])
             if done.get("failed"):
                 return {**done, "diff": diff}
         result["new"] = [name for name in todo if name.partition("=")[0] not in there] if present else []
         return result
 
-    def _apt(self, names: list[str], state: str, task_vars: dict[str, Any] | None) -> dict[str, Any]:
+    def _apt(self, names: list[str], state: str, task_vars: dict[str, Any] | None, start: bool) -> dict[str, Any]:
         options: dict[str, Any] = {"name": names, "state": state, "lock_timeout": LOCK_TIMEOUT_S}
         if state == "present":
             options |= {"update_cache": True, "cache_valid_time": CACHE_VALID_S, "install_recommends": False}
+            options |= {} if start else {"policy_rc_d": 101}
             options |= {"allow_downgrade": True} if any("=" in name for name in names) else {}
         done: dict[str, Any] = self._execute_module(
             module_name="ansible.builtin.apt", module_args=options, task_vars=task_vars

@@ -3,6 +3,8 @@
 - rig_plan:                                   # the current host: sets the fact `rig_plan`, or fails with the refusals
 - rig_plan: {unlocked: true}             # the same, with models that are not locked yet: enough to look, not to apply
 - rig_plan: {hosts: "{{ groups['rigs'] }}"}   # these hosts: returns `plans`, refused ones too, and fails for nothing
+- rig_plan: {gateway: true}              # the current host as a gateway before all rigs: sets the fact `gateway_plan`, or fails
+- rig_plan: {gateways: "{{ groups['gateways'] }}"}   # these gateways: returns `plans`, refused ones too, and fails for nothing
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import yaml
 from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 
-from specrig.plan import HostPlan, plan_hosts
+from specrig.plan import HostPlan, plan_gateway, plan_hosts
 from specrig.runner import IMAGES_LOCK_NAME, LOCK_NAME
 
 
@@ -34,6 +36,12 @@ def read_lock(inventory_directory: str) -> Any:
     return read
 
 
+def refused(refusals: list[dict[str, str]]) -> dict[str, Any]:
+    """A failed result that says why and what to do."""
+    words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
+    return {"failed": True, "msg": words}
+
+
 class ActionModule(ActionBase):  # type: ignore[misc]
     """The plugin."""
 
@@ -48,8 +56,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             argument_spec={
                 "hosts": {"type": "list", "elements": "str"},
                 "unlocked": {"type": "bool", "default": False},
+                "gateway": {"type": "bool", "default": False},
+                "gateways": {"type": "list", "elements": "str"},
             }
         )
+        if args["gateway"] or args["gateways"] is not None:
+            return result | self.gateways(args["gateways"], variables)
         if args["hosts"] is not None:
             plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]})
             return result | {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
@@ -61,21 +73,42 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             *([] if args["unlocked"] else unlocked),
         ]  # what is not locked can be planned, but there is nothing to stage
         if refusals:
-            words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
-            return result | {"failed": True, "msg": words}
+            return result | refused(refusals)
         return result | {"changed": False, "ansible_facts": {"rig_plan": plan}}
 
+    def gateways(self, names: list[str] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The plans of the gateways `names`, or of the current host with None: then its refusals are the failure."""
+        every, rigs = variables["hostvars"], variables["groups"].get("rigs", [])
+        hosts = {host: every[host] for host in dict.fromkeys([*rigs, *(names or [variables["inventory_hostname"]])])}
+        declared = self.declared(hosts, ("ansible_host",))
+        lock = read_lock(variables.get("inventory_dir", "."))
+        plans = plan_hosts({rig: declared[rig] for rig in rigs}, lock)
+
+        def plan(name: str) -> dict[str, Any]:
+            return plan_gateway(name, declared[name], {rig: declared[rig] for rig in rigs}, lock, plans).as_json()
+
+        if names is not None:
+            return {"changed": False, "plans": {name: plan(name) for name in names}}
+        own = plan(variables["inventory_hostname"])
+        if own["refusals"]:
+            return refused(own["refusals"])
+        return {"changed": False, "ansible_facts": {"gateway_plan": own}}
+
     def plans(self, hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, HostPlan]:
-        """Plan `hosts` {name: its variables}; templates in their rig_ variables are resolved as anywhere in Ansible."""
+        """Plan `hosts` {name: its variables}."""
+        first = next(iter(hosts.values()), {})
+        return plan_hosts(self.declared(hosts), read_lock(first.get("inventory_dir", ".")))
+
+    def declared(self, hosts: Mapping[str, Mapping[str, Any]], more: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+        """The rig_ variables of `hosts`, and those named in `more`; templates in them are resolved as anywhere in Ansible."""
         declared: dict[str, dict[str, Any]] = {}
         for host, variables in hosts.items():
             templar = self._templar.copy_with_new_env(available_variables=variables)
-            ours = [name for name in variables if name.startswith("rig_") and name != "rig_plan"]
+            ours = [n for n in variables if (n.startswith("rig_") and n != "rig_plan") or n in more]
             declared[host] = {}
             try:
                 for name in ours:
                     declared[host][name] = templar.template(variables[name])
             except AnsibleError as error:
                 raise AnsibleActionFail(f"{host}: {name}: {error}") from error
-        first = next(iter(hosts.values()), {})
-        return plan_hosts(declared, read_lock(first.get("inventory_dir", ".")))
+        return declared

@@ -84,7 +84,11 @@ class Directory:
     attributes: Attributes
 
 
-def owner_id(name: Any, group: bool = False) -> int:
+# Of a user or group that is not there yet: in check mode, what would make it has not run.
+NOBODY_YET = -1
+
+
+def owner_id(name: Any, group: bool = False, check: bool = False) -> int:
     """Number of a user or group, given by name or number."""
     text = str(name)
     if text.isdigit():
@@ -92,6 +96,8 @@ def owner_id(name: Any, group: bool = False) -> int:
     try:
         return grp.getgrnam(text).gr_gid if group else pwd.getpwnam(text).pw_uid
     except KeyError:
+        if check:
+            return NOBODY_YET
         raise Refused(f"no {'group' if group else 'user'} {text} on this host") from None
 
 
@@ -106,12 +112,12 @@ def mode_of(value: Any) -> int:
     return mode
 
 
-def attributes_of(item: dict[str, Any], mode: int) -> Attributes:
+def attributes_of(item: dict[str, Any], mode: int, check: bool = False) -> Attributes:
     """mode, owner and group of a payload's item; by default `mode` and whoever we run as."""
     return Attributes(
         mode if item.get("mode") is None else mode_of(item["mode"]),
-        os.geteuid() if item.get("owner") is None else owner_id(item["owner"]),
-        os.getegid() if item.get("group") is None else owner_id(item["group"], group=True),
+        os.geteuid() if item.get("owner") is None else owner_id(item["owner"], check=check),
+        os.getegid() if item.get("group") is None else owner_id(item["group"], group=True, check=check),
     )
 
 
@@ -123,13 +129,13 @@ def safe_path(path: Any) -> Path:
     return Path(text)
 
 
-def parse(payload: dict[str, Any]) -> tuple[list[File], list[Path], list[Directory]]:
+def parse(payload: dict[str, Any], check: bool = False) -> tuple[list[File], list[Path], list[Directory]]:
     """Check the payload; return (files, absent, directories)."""
     files = [
         File(
             dest=safe_path(item.get("dest")),
             data=base64.b64decode(item["base64"]) if "base64" in item else str(item["content"]).encode(),
-            attributes=attributes_of(item, 0o600 if item.get("secret") else 0o644),
+            attributes=attributes_of(item, 0o600 if item.get("secret") else 0o644, check),
             validate=[str(a) for a in item.get("validate") or []],
             unless_set=dict(item.get("unless_set") or {}),
             **{key: bool(item.get(key)) for key in ("backup", "secret", "if_missing", "merge")},
@@ -137,7 +143,8 @@ def parse(payload: dict[str, Any]) -> tuple[list[File], list[Path], list[Directo
         for item in payload.get("files") or []
     ]
     directories = [
-        Directory(safe_path(item.get("path")), attributes_of(item, 0o755)) for item in payload.get("directories") or []
+        Directory(safe_path(item.get("path")), attributes_of(item, 0o755, check))
+        for item in payload.get("directories") or []
     ]
     absent = [safe_path(p) for p in payload.get("absent") or []]
     count = Counter([f.dest for f in files] + [d.path for d in directories] + absent)
@@ -408,7 +415,7 @@ def is_directory(path: Path) -> bool:
 
 def apply(payload: dict[str, Any], check: bool, diff: bool, record_path: Path = RECORD) -> dict[str, Any]:
     """Bring the host to `payload`. Returns {changed, changed_files, backups, diff}; raises Refused."""
-    files, absent, directories = parse(payload)
+    files, absent, directories = parse(payload, check)
     gone = [p for p in absent if lstat(p) is not None]
     for path in gone:
         if is_directory(path) and set(path.iterdir()) - set(absent):
