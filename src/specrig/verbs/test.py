@@ -74,6 +74,11 @@ def e2e() -> list[Command]:
     return [python("pytest", "-s", "tests/e2e")]
 
 
+def engines() -> list[Command]:
+    """Engines besides vLLM for real: llama.cpp's server, built once (a quarter of an hour) and kept."""
+    return [python("pytest", "-s", "tests/engines")]
+
+
 PARTS: dict[str, Callable[[], list[Command]]] = {
     "lint": lint,
     "unit": unit,
@@ -81,7 +86,7 @@ PARTS: dict[str, Callable[[], list[Command]]] = {
     "molecule": molecule,
     "e2e": e2e,
 }
-ON_REQUEST: dict[str, Callable[[], list[Command]]] = {"nightly": nightly}
+ON_REQUEST: dict[str, Callable[[], list[Command]]] = {"nightly": nightly, "engines": engines}
 
 
 def run(options: argparse.Namespace) -> int:
