@@ -1,6 +1,7 @@
 """Asks an image's own argument parser about a command line, before anything that runs is stopped for it.
 
-The image is run without a network, without cards and without its server: only Python, which builds the engine's parser and parses.
+The image is run without a network, without cards and without its server: only Python, which builds the engine's parser and parses;
+where the engine is no Python, the engine itself with an option that ends it after parsing.
 A first start is its own check; what has been proven, or asked before, is not asked again.
 """
 
@@ -88,6 +89,8 @@ except BaseException:
 parser.parse_args(sys.argv[2:])
 """
 # Aphrodite keeps vLLM's layout under its own name.
+# Parses everything, then shows its help and ends; with 1, and not 2, where it refuses.
+HELP = {"llama_cpp": "--help"}
 SNIPPETS = {"vllm": VLLM, "sglang": SGLANG, "aphrodite": VLLM.replace("vllm.", "aphrodite.")}
 
 
@@ -135,7 +138,7 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
     for service, home in todo:
         name, image = service["name"], str(service["image"])
         snippet = SNIPPETS.get(str(service["engine"]))
-        if snippet is None:
+        if snippet is None and str(service["engine"]) not in HELP:
             told.append(f"{name}: not asked, {service['engine']} has no parser that can be asked without starting it")
         else:
             progress.update("asking the image's own parser", message=str(name))
@@ -150,7 +153,7 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
     return {"changed": True, "told": told, "warnings": warnings}
 
 
-def ask(service: Mapping[str, Any], snippet: str) -> str:
+def ask(service: Mapping[str, Any], snippet: str | None) -> str:
     """ "" when the image takes the arguments, else why it could not be asked. Raises HostError ARGUMENTS_REFUSED."""
     variables = {**(service.get("env") or {}), "HOME": "/tmp"}  # noqa: S108 - in the container
     command = ["docker", "run", "--rm", "--init", "--network", "none", "--pull", "never", "--log-driver", "none"]
@@ -158,13 +161,21 @@ def ask(service: Mapping[str, Any], snippet: str) -> str:
     command += ["--read-only", "--tmpfs", "/tmp:exec"]  # noqa: S108
     command += [word for name, value in sorted(variables.items()) for word in ("--env", f"{name}={value}")]
     command += ["--env", "CUDA_VISIBLE_DEVICES="]
-    command += ["--entrypoint", "python3", str(service["image"]), "-c", snippet, json.dumps(service["entrypoint"])]
-    done = units.run(*command, *map(str, service["argv"]), timeout=TIMEOUT_S)
+    refused = REFUSED
+    if snippet is None:
+        first, *rest = map(str, service["entrypoint"])
+        command += ["--entrypoint", first, str(service["image"]), *rest]
+        command += [*map(str, service["argv"]), HELP[str(service["engine"])]]
+        refused = 1
+    else:
+        command += ["--entrypoint", "python3", str(service["image"]), "-c", snippet, json.dumps(service["entrypoint"])]
+        command += map(str, service["argv"])
+    done = units.run(*command, timeout=TIMEOUT_S)
     said = [units.redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
     last = said[-1][:400] if said else "it says nothing"
     if done.returncode == 0:
         return ""
-    if done.returncode == REFUSED:
+    if done.returncode == refused:
         raise HostError(
             "ARGUMENTS_REFUSED",
             f"{service['name']}: the parser of {service['image']} refuses the command line: {last}",

@@ -75,10 +75,11 @@ def _alternate(unit: dict[str, str]) -> bool:
     return bool(others) and off and any(one.get("UnitFileState") == "enabled" for one in units.show(*others))
 
 
-def _stale(name: str, unit: dict[str, str]) -> bool:
-    """Whether the service runs with a unit or a key that has been replaced since it was started."""
+def _stale(name: str, unit: dict[str, str], service: dict[str, Any]) -> bool:
+    """Whether the service runs with a unit, a key or a file of its own that has been replaced since it was started."""
     short = name[len("specrig-") : -len(".service")]
     files = [f"/etc/systemd/system/{name}", f"/etc/specrig/services/{short}/api-key"]
+    files += [str(file.get("path")) for file in service.get("files") or []]
     return unit.get("NeedDaemonReload") == "yes" or units.older_than(unit, files)
 
 
@@ -130,7 +131,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
                 "progress": _progress(short),
                 "alternate": _alternate(unit),
                 "diagnosis": str(found[0]) if (found := diagnosis.files(short)) else None,
-                "stale": _stale(name, unit),
+                "stale": _stale(name, unit, service or {}),
                 "container": _container(name[: -len(".service")]),
                 "health": _health(service) if service else None,
                 "upgrade": proven.summary(name[len("specrig-") : -len(".service")]),

@@ -61,6 +61,15 @@ def test_a_response_of_its_own() -> None:
     assert read("<html>", metrics) == Acceptance()
 
 
+def test_llama_cpp_says_the_same_in_its_answer_and_its_counters() -> None:
+    """One request to a fresh b11434: recorded."""
+    counted = read((HERE / "llama-cpp-b11434-metrics.txt").read_text(), dialect("llama_cpp", "b11434").metrics)
+    metrics = {"kind": "response", "drafted": "timings.draft_n", "accepted": "timings.draft_n_accepted"}
+    own = read((HERE / "llama-cpp-b11434-answer.json").read_text(), metrics)
+    assert (counted.drafted, counted.accepted) == (own.drafted, own.accepted) == (132, 68)
+    assert counted.drafts == 27 and counted.mean_length == pytest.approx(1 + 68 / 27)
+
+
 def test_a_mean_length_somewhere_in_a_document() -> None:
     metrics = {"kind": "length", "path": "/server_info", "mean_length": "avg_spec_accept_length"}
     document = {"model_path": "m", "internal_states": [{"avg_spec_accept_length": 2.75}]}

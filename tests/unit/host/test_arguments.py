@@ -21,6 +21,7 @@ DOCKER = """#!{python}
 import os, pathlib, sys
 here = pathlib.Path(__file__).parent
 with (here / "calls").open("a") as out: print(*[w for w in sys.argv[1:] if "\\n" not in w], file=out)
+if "-c" not in sys.argv: sys.exit(0 if sys.argv[-1] == "--help" and "--bogus" not in sys.argv else 1)
 after = sys.argv.index("-c")
 os.environ["PYTHONPATH"] = str(here / "package")
 os.execv(sys.executable, [sys.executable, *sys.argv[after:]])
@@ -151,6 +152,14 @@ def test_older_homes_of_the_parser_are_found(rig: Rig) -> None:
     (old / "launchers").rename(old / "openai")
     server = ["python3", "-m", "vllm.entrypoints.openai.api_server"]
     assert "takes its arguments" in rig.ask("--max-num-seqs", "8", entrypoint=server)["told"][0]
+
+
+def test_an_engine_that_is_no_python_is_asked_by_its_help(rig: Rig) -> None:
+    llama: dict[str, Any] = {"engine": "llama_cpp", "entrypoint": ["/app/llama-server"]}
+    assert "takes its arguments" in rig.ask("--parallel", "2", **llama)["told"][0]
+    with pytest.raises(HostError) as seen:
+        rig.ask("--bogus", "2", **llama)
+    assert seen.value.code == "ARGUMENTS_REFUSED"
 
 
 def test_an_engine_without_a_parser_is_told(rig: Rig) -> None:

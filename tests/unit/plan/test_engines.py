@@ -1,5 +1,7 @@
 """Engines other than vLLM: what each is told, and what is refused because it can not be told."""
 
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,36 @@ def test_ollama_gets_its_model_from_the_file() -> None:
     ]
     assert ollama.entrypoint[-1] in content and ollama.argv == []
     assert ollama.env["OLLAMA_HOST"] == "0.0.0.0:11434" and ollama.env["OLLAMA_CONTEXT_LENGTH"] == "16384"
+
+
+OLLAMA = """#!/bin/sh
+echo "$*" >>"$LOG"
+case $1 in
+serve) touch up; trap 'echo stopped >>"$LOG"; exit 0' TERM; while :; do sleep 0.05; done ;;
+list) test -e up ;;
+esac
+"""
+
+
+def test_ollamas_start_script_makes_the_model_and_passes_the_stop_on(tmp_path: Path) -> None:
+    """`ollama` is played by a script: whether the real one answers so is its documentation's word."""
+    [ollama] = plan_host("host", declared("ollama")).services
+    script = next(file["content"] for file in ollama.files if file["path"].endswith("start.sh"))
+    (tmp_path / "ollama").write_text(OLLAMA)
+    (tmp_path / "ollama").chmod(0o755)
+    (tmp_path / "start.sh").write_text(script)
+    log = tmp_path / "log"
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LOG": str(log)}
+    with subprocess.Popen(["/bin/sh", "start.sh"], cwd=tmp_path, env=env) as started:
+        deadline = time.monotonic() + 20
+        while not (log.exists() and "create" in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        assert started.poll() is None
+        started.terminate()
+        started.wait(20)
+    said = log.read_text().splitlines()
+    assert said[0] == "serve" and "create r1-14b -f /specrig/Modelfile" in said and said[-1] == "stopped"
 
 
 def test_an_engine_that_nobody_ran_says_so() -> None:
