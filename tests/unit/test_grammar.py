@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ansible.playbook.handler import Handler
 from ansible.playbook.task import Task
 
 from specrig.docs import CHANGES
+from specrig.plan.types import ServicePlan
 from specrig.runner import ROOT
 
 ROLES = sorted(path for path in (ROOT / "roles").iterdir() if path.is_dir())
@@ -156,3 +158,9 @@ def test_role_is_proved_and_explained(role: Path) -> None:
     assert (ROOT / "molecule" / role.name / "molecule.yml").exists(), "one Molecule scenario per role"
     assert (ROOT / "docs/roles" / f"{role.name}.md").exists(), "python -m specrig.docs"
     assert CHANGES in (role / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_service_role_takes_every_field_of_a_planned_service() -> None:
+    """`./rig up` hands a planned service over as it is; a field that the role does not know ends the play."""
+    options = load(ROOT / "roles/inference_service/meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    assert {field.name for field in fields(ServicePlan)} <= set(options["inference_service_list"]["options"])
