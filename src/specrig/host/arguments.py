@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.host import docker_api, proven, units
+from specrig.host import images, proven, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
@@ -88,9 +88,9 @@ except BaseException:
     os._exit(3)
 parser.parse_args(sys.argv[2:])
 """
-# Aphrodite keeps vLLM's layout under its own name.
 # Parses everything, then shows its help and ends; with 1, and not 2, where it refuses.
 HELP = {"llama_cpp": "--help"}
+# Aphrodite keeps vLLM's layout under its own name.
 SNIPPETS = {"vllm": VLLM, "sglang": SGLANG, "aphrodite": VLLM.replace("vllm.", "aphrodite.")}
 
 
@@ -114,10 +114,10 @@ def _asked_before(service: Mapping[str, Any], home: proven.Home) -> bool:
     old = known.get("service") or {}
     if all(old.get(field) == service.get(field) for field in ("image", "entrypoint", "argv", "env")):
         return True
-    found = docker_api.inspect_image(str(service["image"]))
+    found = images.found(str(service["image"]))
     try:
         asked = json.loads((home.path / "asked.json").read_text())
-        return found is not None and asked["fingerprint"] == fingerprint(service, str(found.get("Id")))
+        return found is not None and asked["fingerprint"] == fingerprint(service, str(found[1].get("Id")))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -147,7 +147,7 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
                 warnings.append(f"{name}: {image} could not be asked about its arguments: {trouble}")
             else:
                 told.append(f"{name}: {image} takes its arguments")
-        found = docker_api.inspect_image(image) or {}
+        _, found = images.found(image) or ("", {})
         record = {"fingerprint": fingerprint(service, str(found.get("Id"))), "at": round(time.time())}
         proven.write(home.path / "asked.json", json.dumps(record).encode())
     return {"changed": True, "told": told, "warnings": warnings}
@@ -161,14 +161,15 @@ def ask(service: Mapping[str, Any], snippet: str | None) -> str:
     command += ["--read-only", "--tmpfs", "/tmp:exec"]  # noqa: S108
     command += [word for name, value in sorted(variables.items()) for word in ("--env", f"{name}={value}")]
     command += ["--env", "CUDA_VISIBLE_DEVICES="]
+    runs, _ = images.found(str(service["image"])) or (str(service["image"]), {})
     refused = REFUSED
     if snippet is None:
         first, *rest = map(str, service["entrypoint"])
-        command += ["--entrypoint", first, str(service["image"]), *rest]
+        command += ["--entrypoint", first, runs, *rest]
         command += [*map(str, service["argv"]), HELP[str(service["engine"])]]
         refused = 1
     else:
-        command += ["--entrypoint", "python3", str(service["image"]), "-c", snippet, json.dumps(service["entrypoint"])]
+        command += ["--entrypoint", "python3", runs, "-c", snippet, json.dumps(service["entrypoint"])]
         command += map(str, service["argv"])
     done = units.run(*command, timeout=TIMEOUT_S)
     said = [units.redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]

@@ -26,6 +26,7 @@ from specrig.host import (
     docker_daemon,
     driver,
     gateway,
+    images,
     job,
     keep,
     manifest,
@@ -72,7 +73,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--main-pid", type=int, help="give up when this process has ended ($MAINPID)")
     one = verbs.add_parser("pull", help="bring an image to this host")
     one.add_argument("image")
+    one.add_argument("--job", help="what is known of it, {layers, archive}, as a JSON file, or - for standard input")
     one.add_argument("--check", action="store_true", help="only say whether it is missing")
+    one = verbs.add_parser("images", help="our images and their archives, and who uses them")
+    one.add_argument("--prune", action="store_true", help="those that nothing uses")
+    one.add_argument("--archives", action="store_true", help="with --prune: their files too")
+    one.add_argument("--apply", action="store_true", help="with --prune: remove them")
     one = verbs.add_parser("start", help="start a unit and follow it")
     one.add_argument("unit")
     one.add_argument("--restart", action="store_true")
@@ -283,7 +289,9 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
     if args.verb == "ready":
         return ready.ready(args.url, args.model, args.timeout, args.key_file, args.container, args.main_pid, progress)
     if args.verb == "pull":
-        return pull.pull(args.image, progress, args.check)
+        return pull.pull(args.image, progress, args.check, *pull.job(_document(args.job, stdin)))
+    if args.verb == "images":
+        return images.images(args.prune, args.apply, args.archives)
     if args.verb == "start":
         return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable, args.after)
     if args.verb == "arguments":
@@ -346,7 +354,12 @@ def _job(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if wanted.verb == "job":
         raise HostError("HOST_USAGE", "a job cannot run a job", "job run --id ID -- VERB ARGS…", COULD_NOT_RUN)
     stdin = sys.stdin.read() if getattr(wanted, "job", "") == "-" else ""
-    if wanted.verb in ("status", "models", "gateway"):  # quick, and changes nothing: there is nothing to detach
+    if wanted.verb in (
+        "status",
+        "models",
+        "images",
+        "gateway",
+    ):  # quick, and changes nothing: there is nothing to detach
         code, document = guarded(wanted)
         return code, {"job": args.id, "state": "done", "rc": code, "changed": False, "result": document}
     checkable = hasattr(wanted, "check")

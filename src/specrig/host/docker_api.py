@@ -56,6 +56,16 @@ def get(url: str, timeout: float = 30) -> tuple[int, Any]:
         return response.status, None
 
 
+def call(method: str, url: str, timeout: float = 120) -> tuple[int, Any]:
+    """POST or DELETE `url` without a body; return the status and the JSON body (None when it is not JSON)."""
+    response = _request(method, url, {"Content-Length": "0"}, timeout)
+    body = response.read()
+    try:
+        return response.status, json.loads(body)
+    except ValueError:
+        return response.status, None
+
+
 def inspect_container(name: str) -> dict[str, Any] | None:
     """`docker inspect` of a container, or None when there is none of that name."""
     status, body = get(f"/containers/{quote(name, safe='')}/json")

@@ -6,11 +6,12 @@ import base64
 import json
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from specrig.host import docker_api
+from specrig.host import docker_api, images
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
@@ -140,19 +141,60 @@ def _failed(image: str, message: str, status: int) -> HostError:
     )
 
 
-def pull(image: str, progress: Progress, check: bool = False) -> dict[str, Any]:
-    """Make `image` present. Returns {changed, image, id, digests}; raises HostError PULL_*."""
+def pull(
+    image: str,
+    progress: Progress,
+    check: bool = False,
+    layers: Sequence[Mapping[str, Any]] = (),
+    archive: Path | None = None,
+) -> dict[str, Any]:
+    """Make `image` present, from its registry, else from its file in `archive`; and, with `archive`, write that file.
+
+    `layers` [{size, diff_id}] are the lock's: with them the disk is looked at first. Returns {changed, image, runs, id,
+    digests, told}: `runs` is the name under which Docker finds it here. Raises HostError PULL_*, ARCHIVE_*.
+    """
     parse(image)
     try:
-        found = docker_api.inspect_image(image)
+        here = images.found(image)
     except HostError:
         if not check:
             raise
-        found = None  # before Docker is there, the image is not either
-    if found is not None:
-        return {"changed": False, "image": image, "id": found.get("Id"), "digests": found.get("RepoDigests") or []}
-    if check:
-        return {"changed": True, "image": image, "id": None, "digests": []}
+        here = None  # before Docker is there, the image is not either
+    told: list[str] = []
+    kept = here is not None and (not images.keeper(image) or images.keeper(image) in (here[1].get("RepoTags") or []))
+    filed = archive is None or (file := images.archive_file(archive, image)) is None or images.about(file) is not None
+    changed = here is None or not kept or not filed
+    if changed and not check:
+        if here is None:
+            told = _bring(image, progress, layers, archive)
+            here = images.found(image)
+        if here is not None and here[0] == image and not kept:
+            images.keep(image)
+        if archive is not None and not filed:
+            images.save(image, archive, progress)
+    if here is None and not check:
+        raise HostError(
+            "PULL_FAILED", f"{image}: Docker reported success and does not have it", "docker images --digests"
+        )
+    name, found = here or (image, {})
+    answer = {"changed": changed, "image": image, "runs": name, "id": found.get("Id"), "told": told}
+    return {**answer, "digests": found.get("RepoDigests") or []}
+
+
+def _bring(image: str, progress: Progress, layers: Sequence[Mapping[str, Any]], archive: Path | None) -> list[str]:
+    """Pull, or load what the registry does not give any more; says where from when it is not the registry."""
+    images.room(image, layers)
+    try:
+        _patiently(image, progress)
+    except HostError as error:
+        gone = error.code in ("PULL_NOT_FOUND", "PULL_DENIED", "PULL_UNREACHABLE", "PULL_BROKEN", "PULL_STALLED")
+        if not (gone and archive is not None and images.load(image, archive, progress)):
+            raise
+        return [f"{image} comes from {archive}: {error.code}"]
+    return []
+
+
+def _patiently(image: str, progress: Progress) -> None:
     for attempt in range(ATTEMPTS):
         try:
             _once(image, progress)
@@ -163,9 +205,14 @@ def pull(image: str, progress: Progress, check: bool = False) -> dict[str, Any]:
             pause = FIRST_WAIT_S * 2**attempt
             progress.update("retry", message=f"in {pause:.0f} s: {error.cause}")
             time.sleep(pause)
-    found = docker_api.inspect_image(image)
-    if found is None:
-        raise HostError(
-            "PULL_FAILED", f"{image}: Docker reported success and does not have it", "docker images --digests"
-        )
-    return {"changed": True, "image": image, "id": found.get("Id"), "digests": found.get("RepoDigests") or []}
+
+
+def job(text: str) -> tuple[list[dict[str, Any]], Path | None]:
+    """(layers, archive) of a job {"layers": […], "archive": directory or ""}. Raises HostError PULL_JOB."""
+    try:
+        document = json.loads(text or "{}")
+        layers = [{"size": int(row["size"]), "diff_id": str(row["diff_id"])} for row in document.get("layers") or []]
+        archive = str(document.get("archive") or "")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HostError("PULL_JOB", f"cannot read the job: {error!r}", "./rig up", COULD_NOT_RUN) from error
+    return layers, Path(archive) if archive else None

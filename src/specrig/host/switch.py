@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrig.host import docker_api, proof, proven, pull, start, units
+from specrig.host import images, proof, proven, pull, start, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 from specrig.host.proven import Home, read_files
@@ -52,7 +52,7 @@ class Service:
         self, started: Mapping[str, Any], speculation: Mapping[str, Any], downtime: float | None
     ) -> dict[str, Any]:
         """What is written down of a generation that has proved itself."""
-        image = docker_api.inspect_image(self.image) or {}
+        image = (images.found(self.image) or ("", {}))[1]
         return {
             "service": self.entry,
             "image": self.image,
@@ -115,7 +115,7 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
 def way_back(old: Mapping[str, Any], progress: Progress) -> list[str]:
     """Have the proven image here before anything is stopped; a warning where it cannot be had any more."""
     try:
-        pull.pull(str(old["image"]), progress)
+        pull.pull(str(old["image"]), progress, archive=images.planned_archive())
     except HostError as error:
         return [f"there will be no way back to {old['image']}: {error.code}: {error.cause}"]
     return []
@@ -231,7 +231,7 @@ def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[
     answer = {"service": home.path.name, "from": now["image"], "to": target["image"], "proven_at": target.get("at")}
     if check:
         return {"changed": True, **answer}
-    pull.pull(wanted.image, progress)
+    pull.pull(wanted.image, progress, archive=images.planned_archive())
     was_up = _state(wanted.unit) == "active"
     begin = time.monotonic()
     proven.restore(home.files(str(target["id"])))

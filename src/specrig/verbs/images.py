@@ -1,4 +1,4 @@
-"""`./rig images lock`: write down the digest of every image that the inventory's plans run."""
+"""`./rig images lock`: write down the digest of every image that the plans run; `list` and `prune`: what the rigs hold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from specrig.files import write_atomically
 from specrig.host.progress import amount
 from specrig.plan import HostPlan
 from specrig.staging.registry import Registry, changes, lock_image
+from specrig.verbs import models_store
 from specrig.verbs.plan import add_host_arguments, make_plans
 
 
@@ -37,6 +38,44 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="ask this address for images of that registry",
     )
     verb.set_defaults(run=run)
+    verb = images.add_parser("list", help="engine images on each host, who uses them, and the space left")
+    verb.set_defaults(run=lambda options: ask(options, []))
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    add_host_arguments(verb)
+    verb = images.add_parser(
+        "prune", help="images that neither the plan, nor what is proven, nor any container uses; --apply removes them"
+    )
+    verb.add_argument("--apply", action="store_true", help="remove them")
+    verb.add_argument("--archives", action="store_true", help="the files of unused images too")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    add_host_arguments(verb)
+    verb.set_defaults(run=lambda options: ask(options, prune_argv(options)))
+
+
+def prune_argv(options: argparse.Namespace) -> list[str]:
+    """The host program's words for `prune`."""
+    flags = [flag for flag, on in (("--apply", options.apply), ("--archives", options.archives)) if on]
+    return ["--prune", *flags]
+
+
+def ask(options: argparse.Namespace, argv: list[str]) -> int:
+    """Ask the rigs."""
+    return models_store.ask(options, "images", {"images_argv": argv}, describe)
+
+
+def describe(host: str, report: dict[str, Any]) -> list[str]:
+    """Lines for a person."""
+    if "images" not in report:
+        return models_store.describe(host, report)
+    lines = [f"{host}: {len(report['images'])} images; {amount(report['free_bytes'])} free for more"]
+    for row in report["images"]:
+        lines.append(
+            f"  {(row['names'] or [row['id']])[0]}  {amount(row['bytes'])}  {', '.join(row['used']) or 'unused'}"
+        )
+    for row in report["archives"]:
+        used = ", ".join(row["used"]) or "unused"
+        lines.append(f"  {row['path']}  {amount(row['bytes'])}  {used}{'' if row['whole'] else ', NOT WHOLE'}")
+    return lines
 
 
 def wanted(plans: dict[str, HostPlan]) -> list[str]:

@@ -101,8 +101,13 @@ def _paths(rows: list[dict[str, Any]]) -> list[str]:
     return [f"  {row['path']}  {amount(row['bytes'])}" for row in rows]
 
 
-def ask(options: argparse.Namespace, playbook: str, variables: dict[str, Any]) -> int:
-    """Run `playbook` on the hosts and print what they say; 1 when one falls short or does not answer."""
+def ask(
+    options: argparse.Namespace,
+    playbook: str,
+    variables: dict[str, Any],
+    tell: Callable[[str, Report], list[str]] | None = None,
+) -> int:
+    """Run `playbook` on the hosts and print what they say (`tell`); 1 when one falls short or does not answer."""
     inventory = runner.inventory_path(options.inventory)
     names = list(runner.load_hosts(inventory, options.hosts))
     arguments = ["-e", json.dumps(variables), "--limit", ",".join(names)]
@@ -113,7 +118,7 @@ def ask(options: argparse.Namespace, playbook: str, variables: dict[str, Any]) -
         say(json.dumps({"hosts": found}, indent=2))
     else:
         for host, report in found.items():
-            say("\n".join(describe(host, report)))
+            say("\n".join((tell or describe)(host, report)))
     short = any(
         "error" in r or any(m.get("damaged") for m in r.get("models", []) if isinstance(m, dict))
         for r in found.values()

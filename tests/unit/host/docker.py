@@ -1,4 +1,4 @@
-"""Docker's API on a UNIX socket: the three calls that the host program makes."""
+"""Docker's API on a UNIX socket: the calls that the host program makes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Docker:
         self.headers: list[dict[str, str]] = []
         self.events: list[list[Any]] = []
         self.status = 200
+        self.info: dict[str, Any] = {"DockerRootDir": str(directory)}
+        self.running: list[dict[str, Any]] = []
         docker, path = self, str(directory / "docker.sock")
         monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
 
@@ -42,12 +44,27 @@ class Docker:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
+                if self.path == "/info":
+                    return self.reply(200, docker.info)
+                if self.path.startswith("/images/json"):
+                    return self.reply(200, docker.listing())
+                if self.path.startswith("/containers/json"):
+                    return self.reply(200, docker.running)
                 kind, name = unquote(self.path).removesuffix("/json").split("/", 2)[1:]
-                found = getattr(docker, kind).get(name)
-                self.reply(200 if found else 404, found or {"message": f"No such thing: {name}"})
+                known = getattr(docker, kind)
+                found = known.get(name) or next((one for one in known.values() if one.get("Id") == name), None)
+                return self.reply(200 if found else 404, found or {"message": f"No such thing: {name}"})
+
+            def do_DELETE(self) -> None:
+                name = unquote(self.path).removeprefix("/images/")
+                gone = docker.images.pop(name, None)
+                self.reply(200 if gone else 404, [])
 
             def do_POST(self) -> None:
                 query = parse_qs(urlsplit(self.path).query)
+                if urlsplit(self.path).path.endswith("/tag"):
+                    image = unquote(urlsplit(self.path).path).removeprefix("/images/").removesuffix("/tag")
+                    return self.reply(*docker.tag(image, f"{query['repo'][0]}:{query['tag'][0]}"))
                 docker.pulls.append(query)
                 docker.headers.append(dict(self.headers))
                 if docker.status != 200:
@@ -70,6 +87,25 @@ class Docker:
             daemon_threads = True
 
         self.server = Server(path, Handler)
+
+    def tag(self, image: str, name: str) -> tuple[int, Any]:
+        """Another name for an image: both are found, as one image."""
+        if image not in self.images:
+            return 404, {"message": f"No such image: {image}"}
+        found = self.images[image]
+        found["RepoTags"] = [*found.get("RepoTags", []), name]
+        self.images[name] = found
+        return 201, None
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Every image once, with all names."""
+        rows: dict[str, dict[str, Any]] = {}
+        for name, found in self.images.items():
+            row = rows.setdefault(
+                found["Id"], {"Id": found["Id"], "Size": found.get("Size", 0), "RepoTags": [], "RepoDigests": []}
+            )
+            row["RepoDigests" if "@" in name else "RepoTags"].append(name)
+        return list(rows.values())
 
     def __enter__(self) -> Docker:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

@@ -88,7 +88,7 @@ class Machine:
         found = Acceptance(50, 100, int(100 * (rate := self.alpha.get(self.running, 0.6))), rate, 1 + 2 * rate)
         return proof.judge(service, found)
 
-    def pull(self, image: str, progress: Any) -> dict[str, Any]:
+    def pull(self, image: str, progress: Any, archive: Path | None = None) -> dict[str, Any]:
         if image not in self.images:
             raise HostError("PULL_NOT_FOUND", f"no {image}", "")
         return {"changed": False}
