@@ -13,6 +13,7 @@ from specrig import __version__
 from specrig.console import CannotRun, complain
 from specrig.verbs import (
     bench,
+    clients,
     demo,
     explain,
     gateway,
@@ -43,6 +44,7 @@ VERBS = (
     verify,
     status,
     gateway,
+    clients,
     demo,
     lab,
     bench,

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specrig.plan.gateway import GatewayPlan
 from specrig.plan.types import Finding, HostPlan, ServicePlan
 
 WIDTH = 118
@@ -19,6 +20,26 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]+\Z")
 def table(plans: Mapping[str, HostPlan]) -> str:
     """Every host's services, command lines, memory, driver, warnings and refusals, as text for a terminal."""
     return "\n\n".join("\n".join(_host(name, plan)) for name, plan in plans.items()) + "\n"
+
+
+def gateways(plans: Mapping[str, GatewayPlan]) -> str:
+    """Every gateway's endpoint, clients and pools, as text for a terminal; empty when there is none."""
+    return "".join("\n" + "\n".join(_gateway(name, plan)) + "\n" for name, plan in plans.items())
+
+
+def _gateway(name: str, plan: GatewayPlan) -> Iterator[str]:
+    state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
+    yield f"{name}    gateway at {plan.listen['url']}{state}"
+    yield f"  listens    {plan.listen['bind']}:{plan.listen['port']}, {plan.listen['tls'] or 'no'} TLS; clients: {', '.join(plan.clients)}"
+    for pool in plan.pools:
+        yield f"  {pool['model']}    {pool['target']}"
+        for upstream in pool["upstreams"]:
+            yield f"    {upstream['rig']}/{upstream['service']}    {upstream['url']}"
+    for title, found in (("warnings", plan.warnings), ("refusals", plan.refusals)):
+        if found:
+            yield f"  {title}"
+            for entry in found:
+                yield from _finding(entry)
 
 
 def flags(argv: list[str]) -> list[str]:

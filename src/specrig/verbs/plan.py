@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from specrig import runner
 from specrig.console import CannotRun, say
-from specrig.plan import HostPlan, render
+from specrig.plan import GatewayPlan, HostPlan, render
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,20 +29,29 @@ def add_host_arguments(verb: argparse.ArgumentParser) -> None:
 
 def make_plans(inventory: Path, hosts: Sequence[str]) -> dict[str, HostPlan]:
     """Plans of the named hosts of `inventory` (all of them when none is named), made as the playbook makes them."""
+    return make_all_plans(inventory, hosts)[0]
+
+
+def make_all_plans(inventory: Path, hosts: Sequence[str] = ()) -> tuple[dict[str, HostPlan], dict[str, GatewayPlan]]:
+    """(plans of the named hosts, plans of all gateways of `inventory`)."""
     names = list(runner.load_hosts(inventory, hosts))
     result = runner.playbook_json("plan", inventory, ["-e", json.dumps({"plan_hosts": names})])
-    outcome = result["plays"][0]["tasks"][0]["hosts"]["localhost"]
-    if "plans" not in outcome:
-        raise CannotRun(f"the plan could not be made: {outcome.get('msg')}", "correct what it names", "PLAN_FAILED")
-    return {name: HostPlan.from_json(outcome["plans"][name]) for name in names}
+    outcomes = [task["hosts"]["localhost"] for task in result["plays"][0]["tasks"]]
+    for outcome in outcomes:
+        if "plans" not in outcome:
+            raise CannotRun(f"the plan could not be made: {outcome.get('msg')}", "correct what it names", "PLAN_FAILED")
+    gateways = {name: GatewayPlan.from_json(plan) for name, plan in outcomes[1]["plans"].items()}
+    return {name: HostPlan.from_json(outcomes[0]["plans"][name]) for name in names}, gateways
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plans; 1 when one of them is refused."""
-    plans = make_plans(runner.inventory_path(options.inventory), options.hosts)
-    say(
-        json.dumps({"hosts": {name: plan.as_json() for name, plan in plans.items()}}, indent=2)
-        if options.json
-        else render.table(plans)
-    )
-    return 0 if all(plan.ok for plan in plans.values()) else 1
+    plans, gateways = make_all_plans(runner.inventory_path(options.inventory), options.hosts)
+    if options.json:
+        document: dict[str, Any] = {"hosts": {name: plan.as_json() for name, plan in plans.items()}}
+        document |= {"gateways": {name: plan.as_json() for name, plan in gateways.items()}} if gateways else {}
+        say(json.dumps(document, indent=2))
+    else:
+        say(render.table(plans) + render.gateways(gateways))
+    fine = [plan.ok for plan in plans.values()] + [plan.ok for plan in gateways.values()]
+    return 0 if all(fine) else 1

@@ -78,6 +78,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def gateways(self, names: list[str] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The plans of the gateways `names`, or of the current host with None: then its refusals are the failure."""
+        if names == []:
+            return {"changed": False, "plans": {}}
         every, rigs = variables["hostvars"], variables["groups"].get("rigs", [])
         hosts = {host: every[host] for host in dict.fromkeys([*rigs, *(names or [variables["inventory_hostname"]])])}
         declared = self.declared(hosts, ("ansible_host",))
