@@ -163,7 +163,7 @@ def settings(e: Endpoint) -> dict[str, dict[str, Any]]:
                     f'export LLM_API_KEY="${KEY}"',
                     "openhands --override-with-envs",
                 ]
-            ),  # fmt: skip
+            ),
             "note": "the command line is no longer maintained upstream; in the web interface: Custom Model openai/NAME, Base URL, API key"
             + ("; a tunnel must be open where its containers can reach it" if e.loopback else ""),
         },

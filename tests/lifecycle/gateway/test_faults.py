@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from specrig.clients import Endpoint, settings
 from specrig.lab import Lab, hosts
 from specrig.runner import ROOT, environment, tool
 
@@ -143,15 +144,16 @@ def both_up() -> Iterator[None]:
 def test_tls_with_an_authority_of_its_own() -> None:
     root = on("bookworm", "cat", "/var/lib/specrig-gateway-caddy/caddy/pki/authorities/local/root.crt")
     context = ssl.create_default_context(cadata=root)
-    with socket.create_connection((HOST["bookworm"].address, 443), 10) as plain:
-        with context.wrap_socket(plain, server_hostname="llm.lab.example") as secured:
-            secured.sendall(
-                f"GET /v1/models HTTP/1.1\r\nHost: llm.lab.example\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
-            )
-            assert secured.recv(65536).startswith(b"HTTP/1.1 200 ")
-    with pytest.raises(ssl.SSLError):
-        with socket.create_connection((HOST["bookworm"].address, 443), 10) as plain:
-            ssl.create_default_context().wrap_socket(plain, server_hostname="llm.lab.example")
+    with (
+        socket.create_connection((HOST["bookworm"].address, 443), 10) as plain,
+        context.wrap_socket(plain, server_hostname="llm.lab.example") as secured,
+    ):
+        secured.sendall(
+            f"GET /v1/models HTTP/1.1\r\nHost: llm.lab.example\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
+        )
+        assert secured.recv(65536).startswith(b"HTTP/1.1 200 ")
+    with socket.create_connection((HOST["bookworm"].address, 443), 10) as plain, pytest.raises(ssl.SSLError):
+        ssl.create_default_context().wrap_socket(plain, server_hostname="llm.lab.example")
 
 
 def test_a_stream_arrives_token_by_token_through_both() -> None:
@@ -200,11 +202,13 @@ def test_slow_clients_hold_up_nobody() -> None:
     until("nobody generates for clients that left", lambda: not any(row["running"] for row in state().values()))
 
 
-def test_a_body_that_is_too_large() -> None:
-    link = connection()
-    link.request("POST", "/v1/completions", b"x" * (33 << 20), HEADERS)
-    assert link.getresponse().status == 413
-    link.close()
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    with socket.create_connection((HOST["trixie"].address, 8080), 10) as link:
+        head = "\r\n".join(f"{name}: {value}" for name, value in HEADERS.items())
+        link.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\nContent-Length: {33 << 20}\r\n\r\n{{".encode()
+        )
+        assert link.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("signal", ["KILL", "TERM"])
@@ -247,6 +251,30 @@ def test_a_drained_rig_gets_nothing_new_and_ends_what_runs() -> None:
     finally:
         on("trixie", program, "undrain", "bookworm")
     until("it gets requests again", lambda: ask()[1] == "bookworm")
+
+
+def test_the_curl_line_that_clients_get_works_as_it_is_printed() -> None:
+    one = Endpoint(
+        "gateway/trixie", "trixie", "x", f"http://{HOST['trixie'].address}:8080/v1", False, "", {"tiny": None}, "/x"
+    )
+    done = subprocess.run(
+        ["bash", "-c", settings(one)["curl"]["how"]],
+        env=os.environ | {"OPENAI_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["choices"][0]["message"]["content"], (
+        done.stdout + done.stderr
+    )
+    wrong = subprocess.run(
+        ["bash", "-c", settings(one)["curl"]["how"]],
+        env=os.environ | {"OPENAI_API_KEY": "wrong"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 22 and "invalid_api_key" in wrong.stdout
 
 
 def gateways() -> Path:

@@ -37,7 +37,8 @@ def test_exit_code(
 ) -> None:
     (tmp_path / "hosts.yml").touch()
     outcome = {"plans": {"alpha": plan_host("alpha", declared, tiny_lock()).as_json()}}
-    recorded = {"plays": [{"tasks": [{"hosts": {"localhost": outcome}}]}]}
+    answers = [outcome, {"plans": {}}]  # rigs, gateways
+    recorded = {"plays": [{"tasks": [{"hosts": {"localhost": answer}} for answer in answers]}]}
     monkeypatch.setattr(runner, "load_hosts", lambda *_: {"alpha": {}})
     monkeypatch.setattr(runner, "playbook_json", lambda *_: recorded)
     assert cli.main(["plan", "-i", str(tmp_path / "hosts.yml")]) == code
