@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,9 +31,9 @@ COMPLETION = (
 class Rig:
     """The demo host as the tests use it."""
 
-    def __init__(self) -> None:
-        self.inventory: Path = runner.ROOT / ".rig" / "lab" / LAB / "inventory.yml"
-        self.host = next(h for h in Lab(LAB).hosts() if h.name == HOST)
+    def __init__(self, lab: str = LAB, host: str = HOST) -> None:
+        self.inventory: Path = runner.ROOT / ".rig" / "lab" / lab / "inventory.yml"
+        self.host = next(h for h in Lab(lab).hosts() if h.name == host)
 
     def ask(self, *command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Run a command on the host as root."""
@@ -107,7 +108,9 @@ def demo_output() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def rig(demo_output: str) -> Rig:
-    """The host that the demo has left running."""
-    assert demo_output
+def rig(request: pytest.FixtureRequest) -> Rig:
+    """The host that the demo has left running; or, while one works on a test, a lab host that is up: SPECRIG_E2E_RIG=lab/host."""
+    if where := os.environ.get("SPECRIG_E2E_RIG"):
+        return Rig(*where.split("/"))
+    assert request.getfixturevalue("demo_output")
     return Rig()

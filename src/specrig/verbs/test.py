@@ -66,12 +66,13 @@ def molecule() -> list[Command]:
 
 def nightly() -> list[Command]:
     """The long scenarios."""
-    return [[runner.tool("molecule"), "test", "-s", name] for name in scenarios() if name in NIGHTLY]
+    molecule = [[runner.tool("molecule"), "test", "-s", name] for name in scenarios() if name in NIGHTLY]
+    return [*molecule, python("pytest", "-s", "-m", "nightly", "tests/e2e")]
 
 
 def e2e() -> list[Command]:
     """The demo, and what must hold on its host."""
-    return [python("pytest", "-s", "tests/e2e")]
+    return [python("pytest", "-s", "-m", "not nightly", "tests/e2e")]
 
 
 def engines() -> list[Command]:
