@@ -3,14 +3,18 @@
 import copy
 import hashlib
 import json
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import yaml
 
 from specrig.plan import plan_host, plan_hosts, render
 from specrig.plan.catalog import catalog, profiles
 from specrig.plan.dialects import speculative_parts
+from specrig.plan.types import ServicePlan
+from specrig.runner import ROOT
 from tests.unit.plan.tiny import r1, service, tiny_lock
 
 PROFILES = sorted(profiles())
@@ -271,3 +275,10 @@ def test_the_table_shows_all_a_person_needs() -> None:
     ):
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 125
+
+
+def test_the_role_takes_every_field_of_a_planned_service() -> None:
+    """A field that the role does not list stops every converge."""
+    spec = yaml.safe_load((ROOT / "roles/inference_service/meta/argument_specs.yml").read_text())
+    listed = spec["argument_specs"]["main"]["options"]["inference_service_list"]["options"]
+    assert {field.name for field in fields(ServicePlan)} <= set(listed)
