@@ -44,9 +44,8 @@ def only_what_is_planned(request: pytest.FixtureRequest, host: Any) -> None:
 
 @pytest.fixture
 def services(host: Any) -> list[dict[str, Any]]:
-    """The specrig services of the host, as the host program reports them."""
+    """The specrig services that are to run on the host, as the host program reports them."""
     if not host.file(HOST_PROGRAM).exists:
         pytest.fail("specrig is not on this host yet: ./rig up", pytrace=False)
     report = json.loads(output(host, HOST_PROGRAM, "status").splitlines()[-1])
-    found: list[dict[str, Any]] = report["units"]
-    return found
+    return [unit for unit in report["units"] if not unit.get("alternate")]

@@ -76,6 +76,16 @@ def test_active_enabled_and_completing(host: Any, services: list[Service]) -> No
         output(host, HOST_PROGRAM, *ready)
 
 
+def test_says_where_it_is(host: Any, services: list[Service]) -> None:
+    """The phase, to systemd and in the rig's own document; how long the start took is kept for the next one."""
+    for service in services:
+        shown = output(host, "systemctl", "show", "--property=StatusText", "--value", service["unit"]).strip()
+        assert shown.startswith("ready") and service["progress"]["phase"] == "ready", shown
+        name = container(service).removeprefix("specrig-")
+        kept = json.loads(output(host, "cat", f"/var/lib/specrig/services/{name}/start.json"))
+        assert kept["seconds"] > 0 and kept["phases"]
+
+
 def test_runs_with_what_is_on_the_disk(services: list[Service]) -> None:
     """A play that was interrupted between writing and restarting is seen here, and put right by the next `up`."""
     assert not [service["unit"] for service in services if service["stale"]]
@@ -92,8 +102,10 @@ def test_one_supervisor(host: Any, services: list[Service]) -> None:
 
 def test_unit_has_few_rights(host: Any, services: list[Service]) -> None:
     """systemd's own judgement of the unit: 0 is fenced in, 10 is free to do all."""
-    for service in services:
-        said = output(host, "systemd-analyze", "security", "--no-pager", service["unit"])
+    diagnosis = "specrig-diagnosis@{}.service"
+    names = [container(service).removeprefix("specrig-") for service in services]
+    for unit in [*(service["unit"] for service in services), *(diagnosis.format(name) for name in names)]:
+        said = output(host, "systemd-analyze", "security", "--no-pager", unit)
         [level] = re.findall(r"Overall exposure level for \S+: (\d+\.\d)", said)
         assert float(level) <= 4.0, said
 

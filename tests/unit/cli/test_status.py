@@ -88,6 +88,19 @@ DRIFT = "what runs is not what is planned now"
         ({**ANSWER, "plan_hash": "another"}, [DRIFT]),
         (answer(state="failed", health=None), [f"{UNIT} is failed"]),
         (answer(state="activating"), [f"{UNIT} is activating"]),
+        (
+            answer(state="activating", status="loading weights, about 0:40 left"),
+            [f"{UNIT} is activating: loading weights, about 0:40 left"],
+        ),
+        (
+            answer(state="failed", health=None, status="failed, gave up after 6 tries", diagnosis="/d/t.txt"),
+            [f"{UNIT} is failed: failed, gave up after 6 tries; why: sudo less /d/t.txt"],
+        ),
+        (
+            answer(status="degraded, no token within 60 s, 1 of 3 times"),
+            [f"{UNIT} is degraded, no token within 60 s, 1 of 3 times"],
+        ),
+        (answer(state="inactive", health=None, alternate=True), []),
         (answer(health={"ok": False, "cause": "refused"}), [f"{UNIT} does not answer"]),
         (answer(health=None), [f"{UNIT} does not answer"]),
         ({"error": "No route to host"}, ["No route to host"]),
@@ -103,6 +116,9 @@ def test_what_a_person_reads() -> None:
     assert [word in unit for word in (UNIT, "active", " answers", "restarts 0", "03:00:00")] == [True] * 5
     assert model == "  /srv/models/a--b/c  0.05 GB  made here"
     assert "does not answer" in status.describe("alpha", answer(health=None), PLAN)[1]
+    assert status.describe("alpha", answer(status="ready, busy"), PLAN)[2] == "    ready, busy"
+    chosen_not = answer(state="inactive", health=None, alternate=True)
+    assert "not chosen" in status.describe("alpha", chosen_not, PLAN)[1]
     assert status.describe("alpha", {**ANSWER, "plan_hash": "0" * 64}, PLAN)[0] == (
         "alpha: the plan has changed since it was applied: ./rig up"
     )
