@@ -1,5 +1,6 @@
 """A declaration with every default filled in from catalog, lock and facts: what rules judge and dialects render."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,6 +68,14 @@ class Model:
         config = self.config.model_copy(update={"vocab_size": vocab})
         rows = vram.embedding_rows(config) - vram.embedding_rows(self.config)
         return replace(self, config=config, weights=self.weights + rows * 2 * config.hidden_size)
+
+
+def gguf_parts(file: str) -> list[str]:
+    """All files of a GGUF model, of which `file` is one: itself, or every part of a split one, the first one first."""
+    split = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", file)
+    if not split:
+        return [file]
+    return [f"{split[1]}-{part:05}-of-{split[2]}.gguf" for part in range(1, min(int(split[2]), 999) + 1)] or [file]
 
 
 class Lock:
@@ -288,12 +297,16 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
         cause = f"{ref.repo} is neither locked nor in the catalog: its size and vocabulary are unknown"
         return None, [finding("MODEL_UNKNOWN", cause, "add the model to catalog/models.yml")]
     sizes = {f.path: f.size for f in locked.files} if locked else known.files if known else {}
-    several = [path for path in sizes if path.endswith(".gguf")]
+    several = [path for path in sizes if path.endswith(".gguf") and gguf_parts(path)[0] == path]
     file = ref.file or (several[0] if len(several) == 1 else None)
     if several and file not in several:
         cause = f"{ref.repo} has {len(several)} GGUF files" + (f", {ref.file} is not among them" if ref.file else "")
         return None, [finding("MODEL_FILE", cause, f"file: {' or '.join(several[:4])}")]
-    real = sizes.get(file, 0) if file else sum(n for path, n in sizes.items() if path.endswith(".safetensors"))
+    real = (
+        sum(sizes.get(part, 0) for part in gguf_parts(file))
+        if file
+        else sum(n for path, n in sizes.items() if path.endswith(".safetensors"))
+    )
     model = Model(
         ref=ref,
         config=config,

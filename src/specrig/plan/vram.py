@@ -25,6 +25,7 @@ START_MIB = 400  # what a fresh process already misses of the card (0.5 of 139.8
 LOAD_MIB, LOAD_SHARE = 118, 0.017
 LARGE_CARD_MIB, LARGE_CARD_TOKENS = 70 * 1024, 8192  # V1 takes larger prefill chunks on such cards
 DISPLAY_MIB = 900  # a desktop session (bench.md 4.2: 15-20 % of the context of a 24 GB card)
+UNMEASURED_BAND = 3  # times the band, for an engine that shares vLLM's account but was never measured
 BAND_MIB, BAND_SHARE = 400, 0.02  # error band: fixed part, and the share of formula-sized weights
 
 
@@ -293,7 +294,9 @@ def ledger(demand: Demand) -> Ledger:
     return Ledger(
         demand=demand,
         cards=accounts(demand),
-        band_mib=int(BAND_MIB + BAND_SHARE * guessed),
+        band_mib=int(
+            (BAND_MIB + BAND_SHARE * guessed) * (1 if demand.traits.get("measured", True) else UNMEASURED_BAND)
+        ),
         largest_max_model_len=largest_context(demand),
     )
 

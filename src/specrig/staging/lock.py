@@ -18,6 +18,7 @@ from typing import Any
 
 from specrig.console import CannotRun
 from specrig.plan.planner import HUB_ENDPOINT
+from specrig.plan.resolve import gguf_parts
 from specrig.staging import gguf
 
 # What an engine reads besides the weights.
@@ -224,7 +225,7 @@ def lock_model(
     """One entry of the lock. `revision` may be a branch here: what is written down is the commit it points to now.
 
     `unsafe` names files to lock although loading them runs code. `only` are GGUF files: they hold all that an engine needs,
-    so they are taken alone, and the facts are read from the first one.
+    so they (and the other parts of a split one) are taken alone, and the facts are read from the first one.
     """
     name = urllib.parse.quote(repo)
     wanted = urllib.parse.quote(revision or "main", safe="")
@@ -243,7 +244,8 @@ def lock_model(
         return content
 
     if only:
-        return _gguf_entry(repo, commit, f"{hub}/{name}/resolve/{commit}", entries, sorted(only), about, token)
+        parts = [part for file in sorted(only) for part in gguf_parts(file)]
+        return _gguf_entry(repo, commit, f"{hub}/{name}/resolve/{commit}", entries, parts, about, token)
     if "config.json" not in entries:
         raise CannotRun(
             f"{repo} at {commit} has no config.json", "name a repository that holds a model", "HUB_NO_MODEL"

@@ -14,6 +14,7 @@ from specrig import runner
 from specrig.console import CannotRun, complain, say
 from specrig.files import write_atomically
 from specrig.plan import HostPlan
+from specrig.plan.resolve import gguf_parts
 from specrig.staging import lock
 from specrig.verbs import models_store
 from specrig.verbs.plan import add_host_arguments, make_plans
@@ -62,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         declared = None if revision == before.get("revision") else revision
         unsafe = sorted({*before.get("unsafe", []), *options.allow_unsafe})
         hub, token = lock.endpoint(options.endpoint), os.environ.get("HF_TOKEN")
-        chosen = sorted(files.get(repo, set()) | {path for path in there if path.endswith(".gguf")})
+        firsts = {gguf_parts(path)[0] for path in there if path.endswith(".gguf")}
+        chosen = sorted(files.get(repo, set()) | firsts)
         entry = lock.lock_model(repo, declared, hub, token, unsafe, chosen)
         was = before.get("revision")
         change = "" if was in {None, entry["revision"]} else f" (upstream changed: was {was})"

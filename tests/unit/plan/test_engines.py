@@ -169,6 +169,47 @@ def test_the_widths_of_gguf_files_may_differ_as_the_engine_says() -> None:
     assert plan.services[0].pair["vocab"] == "near" and all(model["derive"] is None for model in plan.models)
 
 
+def locked(files: dict[str, int]) -> dict[str, Any]:
+    config = {
+        "vocab_size": 152064,
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 131072,
+    }
+    rows = [{"path": path, "size": size, "sha256": "4" * 64} for path, size in files.items()]
+    return {
+        "models": {GGUF["repo"]: {"revision": "1" * 40, "files": rows, "config": {**config, "quantization": "gguf"}}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "code"),
+    [
+        ({"a.gguf": 9}, None, None),
+        ({"a.gguf": 9, "b.gguf": 9}, "b.gguf", None),
+        ({"a.gguf": 9, "b.gguf": 9}, None, "MODEL_FILE"),
+        ({"a-00001-of-00002.gguf": 9, "a-00002-of-00002.gguf": 9}, "a-00001-of-00002.gguf", None),
+        ({"a-00001-of-00002.gguf": 9, "a-00002-of-00002.gguf": 9}, None, None),
+        ({"a-00001-of-00002.gguf": 9, "a-00002-of-00002.gguf": 9}, "a-00002-of-00002.gguf", "MODEL_FILE"),
+    ],
+)
+def test_which_gguf_file_is_meant(files: dict[str, int], asked: str | None, code: str | None) -> None:
+    target = {**GGUF, **({"file": asked} if asked else {})}
+    plan = plan_host("host", declared("ollama", target=target), locked(files))
+    assert {found.code for found in plan.refusals} == ({code} if code else set())
+    if not code:
+        [service] = plan.services
+        assert service.models[0]["file"] == (asked or next(iter(files)))
+        assert [file["path"] for file in plan.models[0]["files"]] == list(files)
+
+
+def test_another_file_of_a_locked_repository_waits_for_the_lock() -> None:
+    other = "DeepSeek-R1-Distill-Qwen-14B-Q4_K_M.gguf"
+    plan = plan_host("host", declared("ollama", target={**GGUF, "file": other}), locked({"a.gguf": 9}))
+    assert plan.ok and "MODEL_UNLOCKED" in {found.code for found in plan.warnings}
+
+
 def test_configuration_files_are_the_services_own(tmp_path: Path) -> None:
     [trt] = plan_host("host", declared("tensorrt_llm", gpu_memory_utilization=0.8)).services
     assert [f["path"] for f in trt.files] == ["/etc/specrig/services/r1-14b/config.yml"]
@@ -224,7 +265,7 @@ def test_ollamas_start_script_makes_the_model_and_passes_the_stop_on(tmp_path: P
         started.terminate()
         started.wait(20)
     said = log.read_text().splitlines()
-    assert said[0] == "serve" and "create r1-14b -f /specrig/Modelfile" in said and said[-1] == "stopped"
+    assert {"serve", "list", "create r1-14b -f /specrig/Modelfile"} <= set(said) and said[-1] == "stopped"
 
 
 def test_an_engine_that_nobody_ran_says_so() -> None:
@@ -239,6 +280,11 @@ def test_nothing_is_claimed_of_engines_that_were_not_measured() -> None:
         [one] = plan_host("host", {"rig_profile": f"{BASE}_{engine}"}).services
         assert one.pair.get("payoff", {}) == {}
         assert (one.vram == {}) is (engine != "aphrodite")
+    band = {
+        name: plan_host("host", {"rig_profile": name}).services[0].vram["error_band_mib"]
+        for name in (BASE, f"{BASE}_aphrodite")
+    }
+    assert band[f"{BASE}_aphrodite"] > 2 * band[BASE]
 
 
 @pytest.mark.parametrize(("version", "works"), [("0.5.19", True), ("0.5.23", True)])

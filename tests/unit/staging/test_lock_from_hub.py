@@ -410,6 +410,17 @@ def test_one_gguf_file_of_many_is_locked_by_its_name(hub: Hub) -> None:
     assert entry["size"] == len(content)
 
 
+def test_all_parts_of_a_split_file_are_locked(hub: Hub) -> None:
+    names = [f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for name in names:
+        (tree(hub) / name).write_bytes(gguf_file())
+    entry = lock.lock_model(REPO, None, hub.url, only=[names[0]])
+    assert [file["path"] for file in entry["files"]] == names
+    (tree(hub) / names[2]).unlink()
+    with pytest.raises(CannotRun, match="00003-of-00003"):
+        lock.lock_model(REPO, None, hub.url, only=[names[0]])
+
+
 def test_a_gguf_file_that_is_not_there_names_those_that_are(hub: Hub) -> None:
     (tree(hub) / "m-Q4.gguf").write_bytes(gguf_file())
     with pytest.raises(CannotRun, match=r"m-Q4\.gguf") as seen:
