@@ -1,4 +1,4 @@
-"""Says when an engine really serves: `/health` answers and one token came back. For a unit's ExecStartPost."""
+"""Says when an engine really serves: `/health` answers and one token came back. A check by hand; units do it in `service`."""
 
 from __future__ import annotations
 

@@ -204,3 +204,15 @@ def test_systemd_accepts_the_unit(action: Any, tmp_path: Path) -> None:
     command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "specrig-tiny.service")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_alternates_conflict_and_one_of_them_waits_for_the_other_to_stop(action: Any) -> None:
+    one = {**planned(), "unit": "specrig-a.service", "conflicts": ["specrig-b.service"]}
+    other = {**planned(), "unit": "specrig-b.service", "conflicts": ["specrig-a.service"]}
+    texts = [unit(action, one), unit(action, other)]
+    assert [value for text in texts for _, name, value in lines(text) if name == "Conflicts"] == [
+        "specrig-b.service",
+        "specrig-a.service",
+    ]
+    waits = [[value for _, name, value in lines(text) if name == "After"][1:] for text in texts]
+    assert waits == [[], ["specrig-a.service"]]  # not both: that would be a cycle
