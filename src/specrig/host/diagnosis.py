@@ -31,9 +31,16 @@ def _tool(*command: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-def _invocation(unit: str) -> str:
-    """The journal's lines of the unit's last start: systemd's own and the engine's."""
-    last = units.show(unit)[0].get("InvocationID", "")
+def _start(unit: str) -> str:
+    """Identity of the start that is meant: the failed one, which systemd names to its OnFailure= unit, else the last one."""
+    try:
+        return os.environ.get("MONITOR_INVOCATION_ID") or units.show(unit)[0].get("InvocationID", "")
+    except (HostError, IndexError):
+        return ""
+
+
+def _journal(last: str) -> str:
+    """The journal's lines of a start: systemd's own and the engine's."""
     if not last:
         return "never started"
     return _tool(
@@ -87,12 +94,20 @@ def clean(text: str, keys: Iterable[str]) -> str:
 
 
 def diagnose(name: str) -> dict[str, Any]:
-    """Write DIRECTORY/<name>-<time>.txt and drop the oldest ones. Returns {changed, path}; raises HostError DIAGNOSIS_FILE."""
+    """Write DIRECTORY/<name>-<time>.txt and drop the oldest ones. Returns {changed, path}; raises HostError DIAGNOSIS_FILE.
+
+    One for each start: a hung engine's is written before it is killed, and the failure that follows has nothing to add.
+    """
     if not _NAME.fullmatch(name):
         raise HostError(
             "DIAGNOSIS_FILE", f"{name!r:.80} is not a service's name", "specrig-host diagnose NAME", COULD_NOT_RUN
         )
     unit, container = f"specrig-{name}.service", f"specrig-{name}"
+    start = _start(unit)
+    title = f"== start {start}\n"
+    newest = next(iter(files(name)), None)
+    if start and newest and newest.read_text(errors="replace").startswith(title):
+        return {"changed": False, "path": str(newest)}
     state = Path(f"/run/specrig/services/{name}/state.json")
     parts: list[tuple[str, Callable[[], str]]] = [
         ("unit", lambda: _tool("systemctl", "status", "--no-pager", "--full", "--lines=0", unit)),
@@ -104,15 +119,15 @@ def diagnose(name: str) -> dict[str, Any]:
         ("kernel", _kernel),
         ("disks", lambda: _tool("df", "--human-readable", "--exclude-type=tmpfs", "--exclude-type=overlay")),
         ("memory", lambda: _tool("free", "--mebi")),
-        (f"journal of this start, the last {JOURNAL} lines", lambda: _invocation(unit)),
+        (f"journal of this start, the last {JOURNAL} lines", lambda: _journal(start)),
     ]
-    keys, text = _keys(), ""
-    for title, say in parts:
+    keys, text = _keys(), f"{title}\n"
+    for heading, say in parts:
         try:
             said = say()
         except (HostError, OSError, ValueError) as error:  # one part that fails must not cost the others
             said = f"could not be read: {error}"
-        text += f"== {title}\n{clean(said, keys)[-MOST // 4 :]}\n\n"
+        text += f"== {heading}\n{clean(said, keys)[-MOST // 4 :]}\n\n"
     try:
         DIRECTORY.mkdir(mode=0o750, parents=True, exist_ok=True)
         path = DIRECTORY / f"{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"

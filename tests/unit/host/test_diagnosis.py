@@ -52,6 +52,15 @@ def test_it_says_what_was_seen_and_no_secret(here: Path, monkeypatch: pytest.Mon
     assert max(map(len, text.splitlines())) <= diagnosis.LONGEST + 2
 
 
+def test_one_for_each_start(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = diagnosis.diagnose("tiny")
+    assert diagnosis.diagnose("tiny") == {"changed": False, "path": first["path"]}
+    # systemd names the failed start to its OnFailure= unit, whatever runs by then.
+    monkeypatch.setenv("MONITOR_INVOCATION_ID", "another")
+    assert diagnosis.diagnose("tiny")["changed"]
+    assert Path(first["path"]).exists()
+
+
 def test_a_part_that_fails_does_not_cost_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{here}/none.sock")
     (here / "bin/df").write_text("#!/bin/sh\nexit 7\n")
