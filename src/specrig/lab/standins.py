@@ -17,7 +17,8 @@ from specrig.lab.hosts import LABEL
 
 _PYTHON = "/opt/vllm/lib/python3.11/site-packages/vllm"
 LAYERS = {
-    "renamed": f'RUN sed -i \'s/"--max-num-seqs"/"--max-sequences"/\' {_PYTHON}/engine/arg_utils.py',
+    "renamed": f'RUN sed -i \'s/"--max-num-seqs"/"--max-sequences"/\' {_PYTHON}/engine/arg_utils.py'
+    f" && rm {_PYTHON}/engine/__pycache__/arg_utils.*",  # which is used unchecked
     "dies": "RUN printf '#!/bin/sh\\necho \"stand-in: no kernel image is available\" >&2\\nsleep 1\\nexit 1\\n' > /opt/vllm/bin/vllm",
     "never": "RUN printf '#!/bin/sh\\nexec sleep 1000000\\n' > /opt/vllm/bin/vllm",
 }

@@ -111,6 +111,7 @@ def test_the_switch_changes_nothing_else(profile: str, version: str | None) -> N
     changed = {"argv", "env", "models", "k", "method", "pair", "vram", "cache_key", "files"}
     assert {key: a[key] for key in a.keys() - changed} == {key: b[key] for key in b.keys() - changed}
     assert a["vram"].get("gpu_memory_utilization") == b["vram"].get("gpu_memory_utilization")
+    assert on.images == off.images and a["cache_key"] != b["cache_key"]
 
 
 def test_the_hash_is_of_the_canonical_plan() -> None:
