@@ -23,7 +23,6 @@ def page(found: dict[str, Any]) -> str:
     same = set(plain["texts"]) == set(draft["texts"]) and len(set(draft["texts"])) == 1
     text = "identical" if same else "DIFFERENT"
     rows = [
-        ("`./rig up`", f"{plain['up_s']} s (a bare host)", f"{draft['up_s']} s (the switch)"),
         ("decode, t/s by its own timings; median", told(plain["tps"]), told(draft["tps"])),
         ("drafted / accepted, counters at `/metrics`", pair(plain["counted"]), pair(counted)),
         (
