@@ -15,7 +15,8 @@ from ansible.playbook.handler import Handler
 from ansible.playbook.task import Task
 
 from specrig.docs import CHANGES
-from specrig.plan.types import ServicePlan
+from specrig.host.status import OWN as OWN_UNITS
+from specrig.plan.types import ModelRef, ServiceDecl, ServicePlan
 from specrig.runner import ROOT
 
 ROLES = sorted(path for path in (ROOT / "roles").iterdir() if path.is_dir())
@@ -158,6 +159,16 @@ def test_role_is_proved_and_explained(role: Path) -> None:
     assert (ROOT / "molecule" / role.name / "molecule.yml").exists(), "one Molecule scenario per role"
     assert (ROOT / "docs/roles" / f"{role.name}.md").exists(), "python -m specrig.docs"
     assert CHANGES in (role / "README.md").read_text(encoding="utf-8")
+
+
+def test_units_of_our_own_are_no_services() -> None:
+    """`status`, `verify` and `choose` list services; and no service may take such a name."""
+    names = {path.name.removesuffix(".j2") for path in TEMPLATES if path.parent.name == "system"}
+    ours = {name for name in names if re.fullmatch(r"specrig-[^@]+[.]service", name)} - {"specrig-service.service"}
+    assert ours and ours <= set(OWN_UNITS)
+    for unit in ours:
+        with pytest.raises(ValueError, match="taken"):
+            ServiceDecl(name=unit[len("specrig-") : -len(".service")], target=ModelRef(repo="a/b"))
 
 
 def test_the_service_role_takes_every_field_of_a_planned_service() -> None:

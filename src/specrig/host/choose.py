@@ -9,7 +9,7 @@ from typing import Any
 from specrig.host import start, switch, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
-from specrig.host.status import PLAN
+from specrig.host.status import OWN, PLAN
 
 UNIT = "specrig-{}.service"
 
@@ -18,8 +18,7 @@ def _known() -> list[str]:
     """Names of the services whose units are installed."""
     listed = units.run("systemctl", "list-unit-files", "--no-legend", "--no-pager", "specrig-*.service").stdout
     names = [line.split()[0] for line in listed.splitlines() if line.strip()]
-    own = {"specrig-scrub.service", "specrig-share.service", "specrig-cdi.service", "specrig-gateway.service"}
-    return sorted(n[len("specrig-") : -len(".service")] for n in names if n not in own and "@" not in n)
+    return sorted(n[len("specrig-") : -len(".service")] for n in names if n not in OWN and "@" not in n)
 
 
 def choose(name: str, progress: Progress, timeout: float = 1800, check: bool = False) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from specrig.host.manifest import DAMAGED, read_manifest
 PLAN = Path("/etc/specrig/plan.json")
 # Units of ours that are no service: a scrub that is not running is no shortfall.
 OWN = (
+    "specrig-cdi.service",
+    "specrig-gpu-tuning.service",
     "specrig-scrub.service",
     "specrig-share.service",
     "specrig-gateway.service",
