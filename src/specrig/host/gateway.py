@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ MAX_BODY = 32 << 20
 # An answer that says its length is held back up to this size, so that a rig's death in its middle goes unnoticed.
 MAX_HELD = 8 << 20
 MAX_HEAD = 64 << 10
+# Of a request that is refused so much is read, for so long, before it is answered.
+DROPPED, DROP_S = 64 << 20, 10.0
 MAX_REQUESTS = 512
 CONNECT_S, BODY_S, GAP_S, CLIENT_S = 3.0, 60.0, 300.0, 120.0
 TICK_S = 0.25
@@ -265,6 +268,8 @@ class Handler(BaseHTTPRequestHandler):
     relay: Relay
     # The peer is Caddy on a socket without addresses.
     client_address = ("caddy", 0)
+    _whole = False  # the body has been read to its end
+    _rest: Iterator[bytes] | None = None
 
     def log_message(self, format: str, *args: Any) -> None:
         """Paths and bodies are the clients' business: only rigs that come and go are logged."""
@@ -323,27 +328,51 @@ class Handler(BaseHTTPRequestHandler):
             self._error(401, "authentication_error", "no key, or one that is not known here")
         return client
 
+    def _pieces(self) -> Iterator[bytes]:
+        """The request's body as it comes, up to its announced end. Raises ValueError when it breaks off or is none."""
+        if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
+            while count := int(self.rfile.readline(1024).split(b";")[0].strip() or b"x", 16):
+                yield from self._exactly(count)
+                self.rfile.readline(1024)
+            self.rfile.readline(1024)
+        else:
+            yield from self._exactly(int(self.headers.get("Content-Length") or 0))
+        self._whole = True
+
+    def _exactly(self, count: int) -> Iterator[bytes]:
+        if count < 0:
+            raise ValueError("the body has no length")
+        while count:
+            piece = self.rfile.read1(min(count, 65536))
+            if not piece:
+                raise ValueError("the body is shorter than announced")
+            count -= len(piece)
+            yield piece
+
     def _body(self) -> bytes:
         """The request's body. Raises ValueError."""
-        if "chunked" in self.headers.get("Transfer-Encoding", "").lower():
-            parts, size = [], 0
-            while True:
-                line = self.rfile.readline(1024).split(b";")[0].strip()
-                count = int(line, 16)
-                size += count
-                if size > MAX_BODY or count < 0:
-                    raise ValueError(f"the body is too large: {MAX_BODY} bytes are the most")
-                parts.append(self.rfile.read(count))
-                self.rfile.readline(1024)
-                if count == 0:
-                    return b"".join(parts)
-        length = int(self.headers.get("Content-Length") or 0)
-        if not 0 <= length <= MAX_BODY:
-            raise ValueError(f"the body is too large: {MAX_BODY} bytes are the most")
-        body = self.rfile.read(length)
-        if len(body) != length:
-            raise ValueError("the body is shorter than announced")
-        return body
+        parts, size = [], int(self.headers.get("Content-Length") or 0)
+        if size <= MAX_BODY:
+            size = 0
+            self._rest = self._pieces()
+            for piece in self._rest:
+                parts.append(piece)
+                size += len(piece)
+                if size > MAX_BODY:
+                    break
+            else:
+                return b"".join(parts)
+        raise ValueError(f"the body is too large: {MAX_BODY} bytes are the most")
+
+    def _consume(self) -> None:
+        """Read what the client still sends, and drop it: Caddy gives an answer to a client only after the request's body has gone."""
+        left, until = DROPPED, time.monotonic() + DROP_S
+        self.connection.settimeout(DROP_S)
+        with contextlib.suppress(OSError, ValueError):
+            for piece in () if self._whole else self._rest or self._pieces():
+                left -= len(piece)
+                if left < 0 or time.monotonic() > until:
+                    break
 
     def _pass_on(self, path: str, model: str, body: bytes) -> None:
         fleet, sent = self.relay.fleet, 0
@@ -427,12 +456,12 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(status, json.dumps(document).encode(), "application/json", **headers)
 
     def _error(self, status: int, kind: str, message: str, retry: int = 0) -> None:
-        """An error in the form that OpenAI's clients read. What the client still sends is read and dropped."""
+        """An error in the form that OpenAI's clients read."""
+        self._consume()
         more = {"Retry-After": str(retry)} if retry else {}
         more |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         code = {401: "invalid_api_key", 404: "not_found"}.get(status)
         self._json(status, {"error": {"message": message, "type": kind, "param": None, "code": code}}, **more)
-        self._drain()
 
     def _reply(self, status: int, body: bytes, kind: str, **headers: str) -> None:
         self.send_response(status)
@@ -445,15 +474,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
         self.wfile.flush()
         self.close_connection = True
-
-    def _drain(self) -> None:
-        """Closing a socket with unread bytes may take the answer away from the client: read them, for a moment."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(5)
-            left = MAX_BODY
-            while left > 0 and (piece := self.connection.recv(65536)):
-                left -= len(piece)
 
 
 def inherited() -> socket.socket:

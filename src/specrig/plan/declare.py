@@ -88,8 +88,14 @@ def nearest_word(word: str, known: Iterable[str]) -> str:
 def _path(prefix: str, location: tuple[int | str, ...]) -> str:
     text = prefix
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        text += f"[{part}]" if isinstance(part, int) else f".{_shown(part)}" if text else _shown(part)
     return text
+
+
+def _shown(part: object) -> str:
+    """A key or a name within a path: as it is, unless it is long or would do something to a terminal."""
+    text = str(part)
+    return text if text.isprintable() and len(text) <= 60 else show(text)
 
 
 def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
@@ -200,7 +206,7 @@ def service_declarations(decl: HostDecl, profile: Profile | None) -> tuple[list[
         items[name] = _merge(items.get(name, {}), item)
     services = []
     for name, item in items.items():
-        service, faults = parse(ServiceDecl, item, f"rig_services[{name}]")
+        service, faults = parse(ServiceDecl, item, f"rig_services[{_shown(name)}]")
         if profile and "target" not in item and isinstance(name, str):
             own = ", ".join(service["name"] for service in profile.services)
             faults = [

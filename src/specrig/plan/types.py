@@ -238,6 +238,7 @@ class HostDecl(Declared):
     rig_gpu_tuning: GpuTuningDecl | None = None
     rig_models_root: str = Field(
         "/srv/models",
+        max_length=512,
         pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
     )
     rig_hub_endpoint: str | None = Field(None, pattern=r"^https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?$")

@@ -202,13 +202,13 @@ def test_slow_clients_hold_up_nobody() -> None:
     until("nobody generates for clients that left", lambda: not any(row["running"] for row in state().values()))
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    with socket.create_connection((HOST["trixie"].address, 8080), 10) as link:
-        head = "\r\n".join(f"{name}: {value}" for name, value in HEADERS.items())
-        link.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\nContent-Length: {33 << 20}\r\n\r\n{{".encode()
-        )
-        assert link.recv(65536).startswith(b"HTTP/1.1 413 ")
+@pytest.mark.parametrize(("key", "size", "status"), [(KEY, 33 << 20, 413), ("wrong", 4 << 20, 401)])
+def test_who_sends_too_much_is_told(key: str, size: int, status: int) -> None:
+    link = connection()
+    link.request("POST", "/v1/completions", b"x" * size, HEADERS | {"Authorization": f"Bearer {key}"})
+    answer = link.getresponse()
+    assert answer.status == status and "error" in json.loads(answer.read())
+    link.close()
 
 
 @pytest.mark.parametrize("signal", ["KILL", "TERM"])

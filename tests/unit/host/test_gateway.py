@@ -243,11 +243,12 @@ def test_a_chunked_request_and_one_that_is_too_large(place: Place) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
     for rest, status in (
         (b"Content-Length: 99999999999\r\n\r\n", b"413"),
-        (b"Content-Length: -5\r\n\r\n", b"413"),
+        (b"Content-Length: -5\r\n\r\n", b"400"),
         (b"Content-Length: x\r\n\r\n", b"400"),
     ):
         with place.connect() as connection:
             connection.sendall(head + rest)
+            connection.shutdown(socket.SHUT_WR)
             assert connection.recv(65536).split()[1] == status
 
 
