@@ -64,7 +64,11 @@ def test_a_gateways_name_is_refused(place: str, value: str) -> None:
 @VALUES
 @pytest.mark.parametrize("where", ["name", "address"])
 def test_a_rigs_own_name_and_address(where: str, value: str) -> None:
-    rig = {"rig_profile": "cpu_demo", "rig_api_key": "0123456789abcdef", "rig_allow_from": ["0.0.0.0/0"]}
+    rig: dict[str, Any] = {
+        "rig_profile": "cpu_demo",
+        "rig_api_key": "0123456789abcdef",
+        "rig_allow_from": ["0.0.0.0/0"],
+    }
     rig |= {
         "rig_services": [{"name": "tiny", "bind": "0.0.0.0"}],
         "ansible_host": value if where == "address" else "192.0.2.10",
