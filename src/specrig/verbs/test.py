@@ -51,7 +51,13 @@ def contract() -> list[Command]:
 
 
 # Scenarios that take longer than a change should wait for: `./rig test nightly`.
-NIGHTLY = {"docker_lifecycle", "nvidia_container_toolkit_lifecycle", "nvidia_driver_lifecycle", "whole_site"}
+NIGHTLY = {
+    "docker_lifecycle",
+    "gateway_lifecycle",
+    "nvidia_container_toolkit_lifecycle",
+    "nvidia_driver_lifecycle",
+    "whole_site",
+}
 
 
 def scenarios() -> list[str]:
