@@ -331,6 +331,7 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
     if args.verb == "status":
         return status.status(args.root)
     if args.verb == "relay":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to unwind; systemd takes this end for a clean one
         gateway.serve(gateway.inherited(), upstreams.Fleet(), gateway.Keys())
     if args.verb == "gateway":
         return gateway.status()
