@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Makes a signed apt repository of stand-in packages on this machine: real packages of the real names, with labelled stand-ins inside.
 
-Input, a JSON object on standard input: {root, packages: [{name, version, depends, postinst, conffiles: [path], files: {path: text}}]}; a package
-may also be {file: a package that is there already}. Flat, or with `suite` and `component` laid out below dists/. Prints the key's SHA-256.
+Input, a JSON object on standard input:
+{root, packages: [{name, version, depends, conflicts, postinst, postrm, conffiles: [path], files: {path: text}}]};
+a package may also be {file: a package that is there already}. Flat, or with `suite` and `component` laid out below dists/. Prints the key's SHA-256.
 Needs dpkg-deb and gpg. The key is made once and kept; `rotate` as first argument makes another.
 """
 
@@ -47,9 +48,10 @@ def deb(root: Path, package: dict) -> dict:
         (tree / "DEBIAN").mkdir()
         text = "".join(f"{key}: {value}\n" for key, value in control.items())
         (tree / "DEBIAN/control").write_text(text)
-        if package.get("postinst"):
-            (tree / "DEBIAN/postinst").write_text(package["postinst"])
-            (tree / "DEBIAN/postinst").chmod(0o755)
+        for script in ("postinst", "postrm"):
+            if package.get(script):
+                (tree / "DEBIAN" / script).write_text(package[script])
+                (tree / "DEBIAN" / script).chmod(0o755)
         for name, content in package.get("files", {}).items():
             path = tree / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +72,7 @@ def main() -> None:
     wanted = json.load(sys.stdin)
     root = Path(wanted["root"])
     root.mkdir(parents=True, exist_ok=True)
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # made twice, a package has the same bytes
     os.environ["GNUPGHOME"] = str(root.with_name(f"{root.name}-gnupg"))
     home = Path(os.environ["GNUPGHOME"])
     if "rotate" in sys.argv[1:]:

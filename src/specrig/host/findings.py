@@ -11,6 +11,8 @@ VRAM_HELD_MIB = 512
 GIB = 1 << 30
 # Where the roles have been run (their meta says the same), and where nobody has tried.
 TESTED = {("debian", "12"), ("debian", "13")}
+# Where what the roles choose was tested: names of packages, files, sources; on another distribution that said it was this one.
+STAND_IN = {("ubuntu", "24.04")}
 
 
 class Code(NamedTuple):
@@ -91,7 +93,7 @@ CODES = {
     "DRIVER_ABSENT": Code(
         "refusal",
         "No NVIDIA driver is loaded, and none is to be installed",
-        "install one, or let specrig: rig_driver: {source: distro, branch: 550} (the branch that Debian 13 has)",
+        "install one, or let specrig: rig_driver: {source: distro, branch: 550} (Debian 13's; Ubuntu 24.04 has 580)",
     ),
     "DRIVER_FOREIGN": Code(
         "refusal",
@@ -126,7 +128,7 @@ CODES = {
     "OS_UNSUPPORTED": Code(
         "refusal",
         "Not a Debian or Ubuntu",
-        "Debian 12 or 13",
+        "Debian 12 or 13, or Ubuntu 24.04",
     ),
     "OS_UNTESTED": Code(
         "warning",
@@ -146,7 +148,7 @@ CODES = {
     "SECURE_BOOT": Code(
         "refusal",
         "Secure Boot is on and would refuse the driver's module",
-        "enrol DKMS's key (sudo mokutil --import /var/lib/dkms/mok.pub, then at the console), or turn Secure Boot off in the firmware",
+        "rig_driver: {mok: stage} puts DKMS's key up for you to enrol at the console; without a console: Ubuntu's signed modules, or Secure Boot off",
     ),
     "VRAM_HELD": Code(
         "warning",
@@ -171,6 +173,10 @@ def _system(facts: Mapping[str, Any], _wanted: Mapping[str, Any]) -> Iterator[di
     system = facts["os"]
     if system["id"] not in ("debian", "ubuntu") or not facts["apt"]["present"]:
         yield finding("OS_UNSUPPORTED", f"this is {system['name'] or 'unknown'}")
+    elif (system["id"], system["version_id"]) in STAND_IN:
+        yield finding(
+            "OS_UNTESTED", f"this is {system['name']}: the roles were run on a stand-in for it, not on itself"
+        )
     elif (system["id"], system["version_id"]) not in TESTED:
         yield finding("OS_UNTESTED", f"this is {system['name']}")
     if system["architecture"] != "x86_64":
@@ -198,7 +204,10 @@ def _driver(facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[dic
     if managed and driver["foreign"]:
         yield finding("DRIVER_FOREIGN", "; ".join(driver["foreign"]))
     boot = facts["secure_boot"]
-    if boot["enabled"] and not loaded and boot["dkms_key_enrolled"] is not True:
+    # Ubuntu's archive has modules that Canonical has signed; elsewhere a person may have agreed to enrol DKMS's key.
+    signed = want.get("source") == "distro" and facts["os"]["id"] == "ubuntu"
+    agreed = managed and want.get("mok") == "stage"
+    if boot["enabled"] and not loaded and boot["dkms_key_enrolled"] is not True and not signed and not agreed:
         state = {False: "DKMS's key is not enrolled", None: "no key of DKMS is enrolled"}[boot["dkms_key_enrolled"]]
         yield finding("SECURE_BOOT", f"Secure Boot is on, no driver is loaded, {state}")
     if not loaded and not managed:

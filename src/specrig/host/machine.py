@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 NVIDIA = "0x10de"
 BRIDGE, VGA, DISPLAY_3D = "0x0604", "0x0300", "0x0302"
 SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# The key that DKMS signs with: Ubuntu's own place, and DKMS's.
+DKMS_KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
 # PCI Express extended capability "Access Control Services", and the bits of its control register that send a peer's
 # request to the root complex first (PCI Express Base Specification 7.7.8).
 ACS, ACS_CONTROL, ACS_REDIRECT = 0x000D, 6, 0b1100
 PCI_EXTENDED, PCI_END = 0x100, 0x1000
 # Package names of the distribution's and of NVIDIA's own repository: what a driver from apt consists of.
 DRIVER_PACKAGE = re.compile(
-    r"(?:lib)?nvidia-.*|(?:lib)?cuda-drivers.*|xserver-xorg-video-nvidia.*|libcuda1|libnvidia.*"
+    r"(?:lib)?nvidia-.*|(?:lib)?cuda-drivers.*|xserver-xorg-video-nvidia.*|libcuda1|libnvidia.*|firmware-nvidia-.*"
 )
 TOOL_TIMEOUT_S = 60.0
 
@@ -126,13 +128,13 @@ def secure_boot(m: Machine) -> dict[str, Any]:
     except OSError:
         data = b""
     enabled = data[4] == 1 if len(data) == 5 else False
-    key, enrolled = "/var/lib/dkms/mok.pub", None
-    if enabled and m.path(key).exists():
-        said = m.run("mokutil", "--test-key", key)
-        enrolled = "is already enrolled" in said.out if said else None
+    key = next((path for path in DKMS_KEYS if m.path(path).exists()), "")
+    said = m.run("mokutil", "--test-key", key) if enabled and key else None
+    enrolled = "is already enrolled" in said.out if said else None
     return {
         "efi": m.path("sys/firmware/efi").is_dir() and bool(data),
         "enabled": enabled,
+        "dkms_key": key,
         "dkms_key_enrolled": enrolled,
     }
 
@@ -437,21 +439,25 @@ def apt(m: Machine) -> dict[str, Any]:
     # Reads every source and every status, as an installation would: conflicting Signed-By and broken dependencies show here.
     check = m.run("apt-get", *no_cache, "--option", "Debug::NoLocking=true", "check")
     lines = [line.strip() for line in check.err.splitlines() if line.startswith("E:")] if check and check.rc else []
-    holder = ""
-    for lock in ("var/lib/dpkg/lock-frontend", "var/lib/dpkg/lock"):
-        with contextlib.suppress(OSError):
-            inode = str(m.path(lock).stat().st_ino)
-            rows = [line.split() for line in m.text("proc/locks").splitlines()]
-            holders = [row[4] for row in rows if len(row) > 5 and row[5].rpartition(":")[2] == inode]
-            holder = holder or (m.text(f"proc/{holders[0]}/comm") or f"process {holders[0]}" if holders else "")
     return {
         "present": check is not None and audit is not None,
         "half_configured": [
             line.split()[0] for line in (audit.out if audit else "").splitlines() if line.startswith(" ")
         ],
         "errors": lines,
-        "locked_by": holder,
+        "locked_by": lock_holder(m, "var/lib/dpkg/lock-frontend", "var/lib/dpkg/lock"),
     }
+
+
+def lock_holder(m: Machine, *locks: str) -> str:
+    """Name of a program that holds one of the lock files; empty when none does."""
+    for lock in locks:
+        with contextlib.suppress(OSError):
+            inode = str(m.path(lock).stat().st_ino)
+            rows = [line.split() for line in m.text("proc/locks").splitlines()]
+            for holder in (row[4] for row in rows if len(row) > 5 and row[5].rpartition(":")[2] == inode):
+                return m.text(f"proc/{holder}/comm") or f"process {holder}"
+    return ""
 
 
 def clock(m: Machine, there: float | None) -> dict[str, Any]:

@@ -141,11 +141,21 @@ class Cuda(Sourced):
     branch: int
 
 
+class DriverModules(Sourced):
+    """Which flavour of the kernel module runs which card, by compute capability."""
+
+    open_from: str
+    open_only_from: str
+    auto_open_from_branch: int
+
+
 class Drivers(Entry):
     """drivers.yml."""
 
     cuda: dict[str, Cuda]
     branches: list[int]
+    nvidia_branches: list[int]
+    modules: DriverModules
 
 
 class Profile(Sourced):

@@ -264,6 +264,57 @@ def driver_is_consistent(host: Host, _services: list[Service]) -> Iterator[Findi
                 )
 
 
+def driver_module(host: Host, branch: int) -> str:
+    """Flavour of the kernel module: as declared, else by card and branch."""
+    wanted = host.decl.rig_driver.module if host.decl.rig_driver else "auto"
+    if wanted != "auto":
+        return wanted
+    flavours, computes = host.catalog.drivers.modules, [versions.key(card.gpu.compute) for card in host.cards]
+    if any(compute >= versions.key(flavours.open_only_from) for compute in computes):
+        return "open"
+    if any(compute < versions.key(flavours.open_from) for compute in computes):
+        return "proprietary"
+    return "open" if branch >= flavours.auto_open_from_branch else "proprietary"
+
+
+def driver_module_runs_card(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """Older cards have no processor for the open module, and newer ones take no other."""
+    wanted, flavours = host.decl.rig_driver, host.catalog.drivers.modules
+    if wanted is None:
+        return
+    cards = {card.key: card.gpu for card in host.cards}.values()
+    old = [gpu for gpu in cards if versions.key(gpu.compute) < versions.key(flavours.open_from)]
+    new = [gpu for gpu in cards if versions.key(gpu.compute) >= versions.key(flavours.open_only_from)]
+    if old and new:
+        cause = f"{old[0].title} needs the proprietary module, {new[0].title} the open one; a host has one"
+        yield finding("DRIVER_MODULE", cause, "put the cards into two machines")
+    elif old and wanted.module == "open":
+        cause = (
+            f"module is open, {old[0].title} has compute capability {old[0].compute}; open needs {flavours.open_from}"
+        )
+        yield finding("DRIVER_MODULE", cause, "rig_driver: {module: proprietary}, or auto")
+    elif new and wanted.module == "proprietary":
+        cause = f"module is proprietary, {new[0].title} has compute capability {new[0].compute} and runs on the open one only"
+        yield finding("DRIVER_MODULE", cause, "rig_driver: {module: open}, or auto")
+
+
+def driver_source_is_whole(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """NVIDIA's repository needs an address, a key and its checksum, and a branch that it names as the role knows it."""
+    wanted = host.decl.rig_driver
+    if wanted is None or wanted.source != "nvidia":
+        return
+    needed = ("repository_url", "repository_key_url", "repository_key_sha256")
+    if lacking := [name for name in needed if getattr(wanted, name) is None]:
+        yield finding("DRIVER_REPOSITORY", f"rig_driver has source nvidia and no {', '.join(lacking)}")
+    branches = host.catalog.drivers.nvidia_branches
+    if host.driver_branch is not None and host.driver_branch not in branches:
+        known = ", ".join(str(branch) for branch in branches)
+        cause = f"source is nvidia, branch is {host.driver_branch}; known by its package names are {known}"
+        yield finding(
+            "DRIVER_REPOSITORY", cause, f"rig_driver: {{source: nvidia, branch: {branches[-1]}}}, or source: distro"
+        )
+
+
 def version_is_safe(s: Service) -> Iterator[Finding]:
     """Old versions carry published weaknesses."""
     floor = s.engine.security_floor

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.plan import exposure, versions
+from specrig.plan import compat, exposure, versions
 from specrig.plan.catalog import Catalog, Gpu, catalog, gpu_named
 from specrig.plan.command import DRAFT_PATH, DRAIN_S, FILES_PATH, TARGET_PATH, values
 from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
@@ -13,7 +13,7 @@ from specrig.plan.refusals import CODES, finding
 from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.tuning import tuning_job
-from specrig.plan.types import Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
+from specrig.plan.types import DriverClaim, Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
 
 HUB_ENDPOINT = "https://huggingface.co"
 # Who the engine is: a number that no person and no dynamic user of systemd has, in group 0, which owns its key and its cache.
@@ -313,10 +313,17 @@ def _driver(host: Host, services: list[Service]) -> dict[str, Any]:
     card_branch = max((card.gpu.min_driver for card in host.cards), default=0)
     branch = host.driver_branch or max(need.branch, card_branch)
     cuda = service.engine.image_of(service.version).cuda
+    wanted = host.decl.rig_driver or DriverClaim()
     return {
-        "source": host.decl.rig_driver.source if host.decl.rig_driver else "none",
+        "source": wanted.source,
         "branch": branch,
         "version": host.driver,
+        "module": compat.driver_module(host, branch),
+        "reboot": wanted.reboot,
+        "mok": wanted.mok,
+        "repository_url": wanted.repository_url or "",
+        "repository_key_url": wanted.repository_key_url or "",
+        "repository_key_sha256": wanted.repository_key_sha256 or "",
         "installed": host.facts.driver_version,
         "min_version": need.min_driver,
         "cuda": cuda,

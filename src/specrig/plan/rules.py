@@ -44,6 +44,8 @@ HOST_RULES: list[HostRule] = [
     compat.driver_is_consistent,
     topology.bridges_are_there,
     tuning.limits_are_possible,
+    compat.driver_module_runs_card,
+    compat.driver_source_is_whole,
     memory.cards_are_shared_within_bounds,
     exposure.ports_are_free,
     exposure.key_is_strong,

@@ -99,11 +99,24 @@ class GpuTuningDecl(Declared):
 class DriverClaim(Declared):
     """The driver the host has or shall keep. Absent: the plan names the branch to install."""
 
-    source: Literal["none", "distro"] = Field(
-        "none", description="distro: specrig installs it from the distribution's archive; none: it is yours"
+    source: Literal["none", "distro", "nvidia"] = Field(
+        "none",
+        description="distro: specrig installs it from the distribution's archive; nvidia: from NVIDIA's repository; none: it is yours",
     )
     branch: int | None = Field(None, ge=390, le=999)
     version: str | None = Field(None, pattern=r"^\d{3}\.\d{1,3}(\.\d{1,3})?$", description='for example "580.159.03"')
+    module: Literal["auto", "open", "proprietary"] = Field(
+        "auto", description="flavour of the kernel module; auto: by card and branch"
+    )
+    reboot: Literal["never", "ask", "allow"] = Field("never", description="into a driver that is installed, not loaded")
+    mok: Literal["none", "stage"] = Field(
+        "none", description="stage: put DKMS's key up for Secure Boot; a person confirms it at the console"
+    )
+    repository_url: str | None = Field(
+        None, pattern=r"^https?://[^\s]+$", description="of NVIDIA, as its installation page gives it"
+    )
+    repository_key_url: str | None = Field(None, pattern=r"^https?://[^\s]+$")
+    repository_key_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
 
 
 class ToolkitDecl(Declared):
@@ -277,6 +290,9 @@ class HostDecl(Declared):
     )
     rig_services: list[dict[str, Any]] = Field([], max_length=64, description="merged over the profile's by name")
     rig_hub_token: Any = Field(None, description="vaulted; for gated models, used while staging only")
+    rig_mok_password: Any = Field(
+        None, description="vaulted; one-time, 8 to 16 characters; for rig_driver: {mok: stage}"
+    )
     rig_api_key: Any = Field(None, description="vaulted; absent: generated on the host, once")
     rig_gateway: GatewayDecl | None = Field(None, description="of a host in the group gateways; absent: its defaults")
     rig_gateway_keys: Any = Field(

@@ -402,6 +402,17 @@ def test_a_claimed_bridge(rig: Rig, joined: str) -> None:
         assert told["NVLINK_ABSENT"]["cause"] == "nvidia-smi says PHB between the cards"
 
 
+def test_secure_boot_with_consent_or_with_ubuntus_signed_modules(rig: Rig) -> None:
+    secure_boot_on(rig)
+    assert "SECURE_BOOT" not in rig.codes(driver={**OURS, "mok": "stage"})
+    assert "SECURE_BOOT" in rig.codes(driver={**CUDA, "mok": "stage"}), (
+        "consent for a driver that specrig does not install"
+    )
+    ubuntu(rig)
+    assert "SECURE_BOOT" not in rig.codes(driver={**OURS, "source": "distro"})
+    assert "SECURE_BOOT" in rig.codes(driver={**OURS, "source": "nvidia"})
+
+
 def test_who_holds_the_memory(rig: Rig) -> None:
     rig.driver()
     assert rig.codes() == set()

@@ -178,6 +178,61 @@ def test_data_centre_cards_may_have_forward_compatibility() -> None:
     assert plan.ok and "DRIVER_COMPAT" in {found.code for found in plan.warnings}
 
 
+@pytest.mark.parametrize(
+    ("card", "branch", "wanted", "module"),
+    [
+        ("rtx_4090", 550, "auto", "proprietary"),
+        ("rtx_4090", 580, "auto", "open"),
+        ("rtx_4090", 580, "proprietary", "proprietary"),
+        ("rtx_3090", 550, "open", "open"),
+        ("rtx_2080_ti", 580, "auto", "open"),
+        ("rtx_5090", 580, "auto", "open"),
+        ("tesla_p40", 580, "auto", "proprietary"),
+    ],
+)
+def test_the_modules_flavour_follows_card_and_branch(card: str, branch: int, wanted: str, module: str) -> None:
+    host = {"rig_gpus": [{"name": card}], "rig_driver": {"source": "distro", "branch": branch, "module": wanted}}
+    plan = plan_host("host", r1(host=host))
+    assert plan.driver and plan.driver["module"] == module
+    assert "DRIVER_MODULE" not in {found.code for found in plan.refusals}
+
+
+@pytest.mark.parametrize(
+    ("cards", "module", "fix"),
+    [
+        (["tesla_p40"], "open", "rig_driver: {module: proprietary}, or auto"),
+        (["rtx_5090"], "proprietary", "rig_driver: {module: open}, or auto"),
+        (["tesla_p40", "rtx_5090"], "auto", "put the cards into two machines"),
+    ],
+)
+def test_a_flavour_that_does_not_run_the_card_is_refused(cards: list[str], module: str, fix: str) -> None:
+    host = {"rig_gpus": [{"name": card} for card in cards], "rig_driver": {"branch": 580, "module": module}}
+    found = [one for one in plan_host("host", r1(host=host)).refusals if one.code == "DRIVER_MODULE"]
+    assert [one.fix for one in found] == [fix]
+
+
+def test_nvidias_repository_is_declared_whole() -> None:
+    whole = {
+        "source": "nvidia",
+        "branch": 580,
+        "repository_url": "https://repo.example/debian13/x86_64",
+        "repository_key_url": "https://repo.example/key.pub",
+        "repository_key_sha256": "0" * 64,
+    }
+    plan = plan_host("host", r1(host={"rig_driver": whole}))
+    assert plan.ok and plan.driver and plan.driver["repository_url"] == whole["repository_url"]
+    del whole["repository_key_sha256"]
+    [one] = plan_host("host", r1(host={"rig_driver": whole})).refusals
+    assert one.code == "DRIVER_REPOSITORY" and one.cause.endswith("no repository_key_sha256")
+    refused = plan_host("host", r1(host={"rig_driver": {**whole, "repository_key_sha256": "0" * 64, "branch": 550}}))
+    assert any("known by its package names are 570, 575, 580" in one.cause for one in refused.refusals)
+
+
+def test_a_driver_never_reboots_or_enrols_unless_told() -> None:
+    plan = plan_host("host", r1(host={"rig_driver": {"source": "distro", "branch": 580}}))
+    assert plan.driver and (plan.driver["reboot"], plan.driver["mok"]) == ("never", "none")
+
+
 def test_cards_as_the_driver_names_them() -> None:
     facts = {
         "gpus": [{"name": "NVIDIA GeForce RTX 4090", "uuid": "GPU-1", "memory_total_mib": 24564}],

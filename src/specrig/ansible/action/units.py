@@ -20,9 +20,11 @@ from specrig.ansible.ask import ask
 
 
 def as_wanted(properties: str, running: bool = True) -> bool:
-    """Whether `systemctl show` output says enabled, not masked, and (where that is wanted) running."""
+    """Whether `systemctl show` output says enabled (or static: others start it), not masked, and (where that is wanted) running."""
     values = dict(line.partition("=")[::2] for line in properties.splitlines())
-    return values.get("UnitFileState") == "enabled" and (not running or values.get("ActiveState") == "active")
+    return values.get("UnitFileState") in ("enabled", "static") and (
+        not running or values.get("ActiveState") == "active"
+    )
 
 
 # systemd's monotonic clock is Python's: wall clocks jump, and whole seconds would miss a file written in the second of the start.
