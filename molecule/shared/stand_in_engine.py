@@ -60,8 +60,8 @@ def image(name: str) -> None:
     library = Path(os.__file__).parent
     docker = subprocess.Popen(["docker", "import", "-", name], stdin=subprocess.PIPE)
     with tarfile.open(fileobj=docker.stdin, mode="w|", dereference=True) as out:
-        for path in sorted(files):
-            out.add(path, str(path.parent.resolve() / path.name).lstrip("/"))
+        for path in sorted({file.parent.resolve() / file.name for file in files}):
+            out.add(path, str(path).lstrip("/"))
         for link in ("bin", "lib", "lib64", "sbin"):
             entry = tarfile.TarInfo(link)
             entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{link}"

@@ -50,9 +50,9 @@ def completes(host: Any, within: float = 40) -> None:
         time.sleep(1)
 
 
-def started(host: Any) -> int:
-    """When the service's process was started, in microseconds of the machine's clock."""
-    return int(output(host, "systemctl", "show", "--property=ExecMainStartTimestampMonotonic", "--value", UNIT))
+def started(host: Any, unit: str) -> int:
+    """When a unit's process was started, in microseconds of the machine's clock."""
+    return int(output(host, "systemctl", "show", "--property=ExecMainStartTimestampMonotonic", "--value", unit))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def started(host: Any) -> int:
 )
 def test_the_service_comes_back_with_docker(host: Any, commands: list[list[str]]) -> None:
     completes(host)
-    before = started(host)
     for command in commands:
         output(host, *command)
     completes(host)
-    assert started(host) > before
+    # Debian 12's package does not restart Docker when it is reinstalled; where it is restarted, the service was as well.
+    assert started(host, UNIT) > started(host, "docker.service")
     assert output(host, "systemctl", "is-active", UNIT).strip() == "active"
     assert output(host, "docker", "ps", "-q", "--filter", "name=specrig-stand-in").strip()
 
@@ -159,7 +159,7 @@ def test_a_device_granted_behind_systemds_back_is_lost_when_it_reloads(host: Any
     output(host, "docker", "exec", "probe", "python3", "-c", make, device, number)
     assert not opens(host, device), "the kernel controls devices here"
     pid = output(host, "docker", "inspect", "--format", "{{.State.Pid}}", "probe").strip()
-    group = output(host, "cat", f"/proc/{pid}/cgroup").strip().removeprefix("0::")
+    group = output(host, "cat", f"/proc/{pid}/cgroup").partition("0::")[2].strip()
     output(host, "python3", "-c", GRANT, f"/sys/fs/cgroup{group}")
     assert opens(host, device), "the hook's grant works, until"
     reload(host)
