@@ -37,15 +37,34 @@ def test_packages_are_of_one_version(host: Any) -> None:
 
 def test_apt_reads_its_sources(host: Any) -> None:
     assert as_root(host, "apt-get", "check").rc == 0
-    listed = output(host, "ls", "/etc/apt/sources.list.d")
-    assert "nvidia-docker.list" not in listed and "libnvidia-container.list" not in listed
+    assert as_root(host, "apt-get", "indextargets").rc == 0
+    listed = output(host, "ls", "/etc/apt/sources.list.d").split()
+    assert not {"nvidia-docker.list", "nvidia.list", "libnvidia-container.list"} & set(listed)
+
+
+def test_packages_of_before_are_gone(host: Any) -> None:
+    said = as_root(
+        host, "dpkg-query", "-W", "-f", "${db:Status-Status}\n", "nvidia-docker2", "nvidia-container-runtime"
+    )
+    assert "installed" not in said.stdout.split()
+
+
+def test_what_went_aside_is_still_there(host: Any) -> None:
+    if not host.file("/usr/bin/nvidia-ctk").exists or "STAND-IN" not in output(host, "nvidia-ctk", "--version"):
+        pytest.skip("only where the scenario has put older sources")
+    for name in ("apt/sources.list.d/nvidia-docker.list", "apt/sources.list.d/nvidia.list"):
+        assert "127.0.0.1:8099" in host.file(f"/etc/{name}.specrig~").content_string
+    for name in ("old", "older"):
+        assert host.file(f"/usr/share/keyrings/{name}.gpg.specrig~").content_string == name
 
 
 def test_daemon_json_has_our_key_and_keeps_the_others(host: Any, access: str) -> None:
     options = json.loads(host.file("/etc/docker/daemon.json").content_string)
     assert options["features"]["cdi"] if access == "cdi" else options["runtimes"]["nvidia"]
     if "max-concurrent-downloads" in options:
-        assert options["features"]["containerd-snapshotter"] is False
+        text = host.file("/etc/docker/daemon.json").content_string
+        assert text.startswith('{\n\t"labels" : [ "site=caf\\u00e9" ],\n\t"max-concurrent-downloads":2, "features": {')
+        assert '{"containerd-snapshotter":false' in text
 
 
 def test_the_device_list_is_that_of_the_running_driver(host: Any, access: str) -> None:
