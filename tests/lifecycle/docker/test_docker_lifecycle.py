@@ -118,7 +118,7 @@ def opens(host: Any, path: str) -> bool:
 
 def run(host: Any, *options: str) -> None:
     """The container, with nothing to do."""
-    command = ["docker", "run", "-d", "--name", "probe", *options, "specrig-stand-in:1"]
+    command = ["docker", "run", "-d", "--name", "probe", *options, "specrig-stand-in:0.32.0"]
     output(host, *command, "python3", "-c", "import time; time.sleep(600)")
 
 
