@@ -48,7 +48,7 @@ def _network(text: str) -> str:
 
 def _not_ours(name: str) -> str:
     """A service's name whose unit is not one of specrig's own. Raises PydanticCustomError."""
-    if name in ("cdi", "firewall", "gateway", "gateway-relay", "gpu-tuning", "scrub", "share", "webui"):
+    if name in ("cdi", "gateway", "gateway-relay", "gpu-tuning", "scrub", "share", "webui"):
         raise PydanticCustomError("literal_error", "it is taken: specrig has a unit of this name")
     return name
 

@@ -38,16 +38,23 @@ for one in ids[: struct.unpack_from("I", said, 24)[0]]:
 
 
 def completes(host: Any, within: float = 40) -> None:
-    """The service answers a completion, at the latest after `within` seconds."""
+    """The service is ready and answers a completion, at the latest after `within` seconds."""
     deadline = time.monotonic() + within
+    ask = ["curl", "-s", "-f", "-m", "5", "--data", "{}", "http://127.0.0.1:8000/v1/completions"]
     while True:
-        done = as_root(host, "curl", "-s", "-f", "-m", "5", "--data", "{}", "http://127.0.0.1:8000/v1/completions")
-        if done.rc == 0:
+        done = as_root(host, *ask)
+        if done.rc == 0 and as_root(host, "systemctl", "is-active", UNIT).rc == 0:
             assert json.loads(done.stdout)["usage"]["completion_tokens"] == 1
             return
         if time.monotonic() > deadline:
             pytest.fail(output(host, "journalctl", "-u", UNIT, "-u", "docker", "-n", "40", "--no-pager"), pytrace=False)
         time.sleep(1)
+
+
+def docker(host: Any, *command: str) -> None:
+    """Something that restarts Docker. Its unit allows three starts a minute; a test is busier than a machine's owner."""
+    as_root(host, "systemctl", "reset-failed", "docker.service", "docker.socket")
+    output(host, *command)
 
 
 def started(host: Any, unit: str) -> int:
@@ -67,11 +74,10 @@ def started(host: Any, unit: str) -> int:
 def test_the_service_comes_back_with_docker(host: Any, commands: list[list[str]]) -> None:
     completes(host)
     for command in commands:
-        output(host, *command)
+        docker(host, *command)
     completes(host)
     # Debian 12's package does not restart Docker when it is reinstalled; where it is restarted, the service was as well.
     assert started(host, UNIT) > started(host, "docker.service")
-    assert output(host, "systemctl", "is-active", UNIT).strip() == "active"
     assert output(host, "docker", "ps", "-q", "--filter", "name=specrig-stand-in").strip()
 
 
@@ -80,7 +86,7 @@ def test_a_stop_of_docker_lets_the_engine_finish(host: Any) -> None:
     call = ["curl", "-s", "-f", "--data", '{"seconds": 4}', "http://127.0.0.1:8000/v1/completions"]
     output(host, "systemd-run", "--unit=answer", "--property=RemainAfterExit=yes", *call)
     time.sleep(1)
-    output(host, "systemctl", "restart", "docker.service")
+    docker(host, "systemctl", "restart", "docker.service")
     assert output(host, "systemctl", "show", "--property=Result", "--value", "answer").strip() == "success"
     assert "stand-in" in output(host, "journalctl", "-u", "answer", "-o", "cat", "--no-pager")
     output(host, "systemctl", "stop", "answer")
