@@ -24,7 +24,7 @@ def main() -> None:
     shutil.copytree(HERE / "docker-cli/usr", HERE / "docker.io/usr", dirs_exist_ok=True, symlinks=True)
     control = HERE / "docker.io/DEBIAN/control"
     text = re.sub(r"^Version: .*$", f"Version: {VERSION}", control.read_text(), flags=re.M)
-    text = re.sub(r"^(Recommends|Suggests): .*\n", "", text, flags=re.M)
+    text = re.sub(r"^(Recommends|Suggests|Breaks|Conflicts|Replaces): .*\n", "", text, flags=re.M)
     text = re.sub(
         r"^Description: ",
         "Conflicts: docker-cli\nReplaces: docker-cli\nDescription: STAND-IN for Ubuntu's. ",
