@@ -66,9 +66,9 @@ def call(method: str, url: str, timeout: float = 120) -> tuple[int, Any]:
         return response.status, None
 
 
-def inspect_container(name: str) -> dict[str, Any] | None:
+def inspect_container(name: str, timeout: float = 30) -> dict[str, Any] | None:
     """`docker inspect` of a container, or None when there is none of that name."""
-    status, body = get(f"/containers/{quote(name, safe='')}/json")
+    status, body = get(f"/containers/{quote(name, safe='')}/json", timeout)
     return body if status == 200 and isinstance(body, dict) else None
 
 

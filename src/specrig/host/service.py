@@ -41,7 +41,7 @@ STEADY_S = 600.0
 # systemd waits this much longer each time we say that we live.
 EXTEND_S, BEAT_S = 120, 10.0
 WARM_TIMEOUT_S = 120.0
-DIAGNOSIS_S = 30
+DIAGNOSIS_S, ASK_DOCKER_S = 30, 3.0
 READY, DEGRADED = "ready", "degraded"
 
 
@@ -296,7 +296,9 @@ class Service:
             return
         cause = f"the engine ended with exit status {status}"
         with contextlib.suppress(HostError):
-            if ((docker_api.inspect_container(self.settings.container) or {}).get("State") or {}).get("OOMKilled"):
+            # Docker may be on its way down, and wait for us to end before it comes up again: do not wait for it.
+            found = docker_api.inspect_container(self.settings.container, ASK_DOCKER_S)
+            if ((found or {}).get("State") or {}).get("OOMKilled"):
                 cause = "the engine was killed: out of memory"
         if self._ready_at is None:
             cause += f" while {self.report.phase}"
