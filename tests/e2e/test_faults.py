@@ -83,10 +83,10 @@ def comes_back(rig: Rig, fault: Callable[[], object]) -> float:
     return took
 
 
-def diagnosis(rig: Rig, count: int) -> str:
-    """The newest diagnosis, once there are more than `count`; the key is not in it."""
-    rig.wait("a diagnosis", lambda: diagnoses(rig) > count, 120)
-    newest = rig.must("ls", "-t", DIAGNOSES).split()[0]
+def diagnosis(rig: Rig, before: str) -> str:
+    """The newest diagnosis, once it is another one than `before`; the key is not in it."""
+    rig.wait("a diagnosis", lambda: newest_diagnosis(rig) != before, 120)
+    newest = newest_diagnosis(rig)
     text = rig.must("cat", f"{DIAGNOSES}/{newest}")
     key = rig.must("cat", f"/etc/specrig/services/{SERVICE}/api-key")
     assert key not in text and len(text) < 250_000
@@ -94,9 +94,9 @@ def diagnosis(rig: Rig, count: int) -> str:
     return text
 
 
-def diagnoses(rig: Rig) -> int:
-    """How many diagnoses there are."""
-    return len(rig.ask("ls", DIAGNOSES).stdout.split())
+def newest_diagnosis(rig: Rig) -> str:
+    """Name of the newest diagnosis; only so many are kept, so they are not counted."""
+    return next(iter(rig.ask("ls", "-t", DIAGNOSES).stdout.split()), "")
 
 
 def test_out_of_memory(quick: Rig, seconds: dict[str, float]) -> None:
@@ -115,7 +115,7 @@ def test_docker_killed(quick: Rig, seconds: dict[str, float]) -> None:
 
 def test_always_crashes(quick: Rig, seconds: dict[str, float]) -> None:
     """Every start fails (the draft's configuration is gone) | it gives up after the declared tries, `status` says why, a diagnosis is left."""
-    before = diagnoses(quick)
+    before = newest_diagnosis(quick)
     draft = next(m["Source"] for m in quick.inspect(CONTAINER)["Mounts"] if m["Destination"] == "/models/draft")
     quick.must("mv", f"{draft}/config.json", f"{draft}/config.away")
     begin = time.monotonic()
@@ -134,7 +134,7 @@ def test_always_crashes(quick: Rig, seconds: dict[str, float]) -> None:
         assert quick.ask("docker", "ps", "--all", "--quiet", "--filter", f"name={CONTAINER}").stdout == ""
     finally:
         quick.must("mv", f"{draft}/config.away", f"{draft}/config.json")
-    quick.must("systemctl", "restart", UNIT)  # a person's start is a new first try
+        quick.must("systemctl", "restart", UNIT)  # a person's start is a new first try
     assert quick.complete() is not None
     seconds["test_always_crashes"] = took
 
@@ -153,7 +153,7 @@ def test_main_process_killed(quick: Rig, seconds: dict[str, float]) -> None:
 
 def test_hung_engine(quick: Rig, seconds: dict[str, float]) -> None:
     """The engine's core hangs (SIGSTOP): `/health` stays green | the probe sees it: degraded, a diagnosis, then a new start."""
-    before, core, seen = diagnoses(quick), engine(quick), []
+    before, core, seen = newest_diagnosis(quick), engine(quick), []
 
     def hang() -> None:
         quick.must("kill", "-STOP", core)
