@@ -98,15 +98,23 @@ def follow(engine: measure.Engine, stop: threading.Event) -> list[tuple[float, s
 
 
 def core_of(pid: int) -> int:
-    """The process that drives the card: a child named EngineCore, else the engine's own process."""
+    """The process that drives the card: the child that calls itself EngineCore. Raises LookupError when there is none."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            if int(rest.split()[1]) == pid and "EngineCore" in name:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == pid and "EngineCore" in (path.parent / "cmdline").read_text():
                 return int(path.parent.name)
         except (OSError, ValueError, IndexError):
             continue
-    return pid
+    raise LookupError(f"process {pid} has no EngineCore")
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def health(url: str) -> int | str:
@@ -175,7 +183,7 @@ def main(argv: list[str]) -> int:
         thread.join()
     core = core_of(engine.pid or 0)
     os.kill(core, signal.SIGSTOP)
-    measure.write("probe_stopped_core", core_is_child=core != engine.pid, **ask(10))
+    measure.write("probe_stopped_core", **ask(10))
     os.kill(core, signal.SIGCONT)
     measure.write("probe_continued_core", **ask(30))
     past: dict[str, Any] = {}
@@ -183,9 +191,10 @@ def main(argv: list[str]) -> int:
     # An API server that is killed alone: does its core keep the card's memory? (vLLM #55510)
     os.kill(engine.pid or 0, signal.SIGKILL)
     time.sleep(1)
-    orphan = Path(f"/proc/{core}").exists()
-    measure.write("killed_server", core_lives_after_1_s=orphan, gate=until_free({"0": 138 * 1024}, 45))
-    if Path(f"/proc/{core}").exists():
+    measure.write(
+        "killed_server", core_lives=lives(core), gate=until_free({"0": 138 * 1024}, 45), core_lives_then=lives(core)
+    )
+    if lives(core):
         os.kill(core, signal.SIGKILL)
         measure.write("killed_core", gate=until_free({"0": 138 * 1024}, 30))
     measure.logs()

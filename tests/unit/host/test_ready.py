@@ -117,7 +117,7 @@ def test_a_wrong_key_and_a_wrong_name_end_at_once(engine: Callable[[Answer], str
 
 def test_an_answer_without_a_token_is_not_ready(engine: Callable[[Answer], str]) -> None:
     url = engine(lambda path, *_: (200, {"choices": [], "usage": {"completion_tokens": 0}}))
-    assert "no token" in refused("READY_TIMEOUT", url, "m", 0.3).cause
+    assert "no token" in refused("READY_TIMEOUT", url, "m", 3).cause
 
 
 def test_a_container_that_ended_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
