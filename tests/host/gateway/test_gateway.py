@@ -14,7 +14,7 @@ UNITS = ("specrig-gateway.service", "specrig-gateway-relay.service")
 FOLDER = "/etc/specrig/gateway"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def only_on_gateways(host: Any) -> None:
     """A rig need not be a gateway."""
     if host.file("/etc/specrig/plan.json").exists and not host.file(f"{FOLDER}/relay.json").exists:
