@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from specrig.console import CannotRun
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_INVENTORY = ROOT / "inventory" / "hosts.yml"
+HOST_NAME = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]{0,252}")
 LOCK_NAME = "models.lock.yml"
 IMAGES_LOCK_NAME = "images.lock.yml"
 
@@ -109,6 +111,13 @@ def load_hosts(
             "NO_HOSTS",
         )
     members += [host for host in group_members(data, also) if host not in members]
+    odd = [name for name in members if not HOST_NAME.fullmatch(name)]
+    if odd:
+        raise CannotRun(
+            f"{odd[0]!r:.80} in {inventory} is no name for a host",
+            "letters, digits, '.', '_', ':' and '-', at most 253 of them",
+            "BAD_HOST",
+        )
     unknown = [name for name in names if name not in members]
     if unknown:
         raise CannotRun(

@@ -104,7 +104,7 @@ def engine_reads_the_files(s: Service) -> Iterator[Finding]:
         if "any" in takes or kind in takes:
             continue
         reads = " and ".join(
-            f"{name} ({', '.join(kinds)})" if kinds != ["any"] else name for name, kinds in formats.items()
+            name if "any" in kinds else f"{name} ({', '.join(kinds)})" for name, kinds in formats.items()
         )
         cause = f"{model.ref.repo} holds {model.format}" + (f" ({kind})" if model.format != "gguf" else "")
         able = [
@@ -238,7 +238,9 @@ def driver_runs_image(s: Service) -> Iterator[Finding]:
     if s.host.driver_key < versions.key(need.min_driver):
         cause = f"driver {have} is older than {need.min_driver}, which CUDA {image.cuda} in {s.version}'s image needs"
         runs = pick_version(s.decl, s.method, s.host, s.cards, s.engine)
-        fix = f"rig_driver: {{branch: {need.branch}}}"
+        wanted = s.host.decl.rig_driver
+        source = f"source: {wanted.source}, " if wanted and wanted.source != "none" else ""
+        fix = f"rig_driver: {{{source}branch: {need.branch}}}"
         if runs != s.version and not s.decl.image:
             image_of = s.engine.image_of(runs)
             if s.host.driver_key >= versions.key(s.host.catalog.drivers.cuda[image_of.cuda].min_driver):

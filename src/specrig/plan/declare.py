@@ -98,6 +98,11 @@ def _shown(part: object) -> str:
     return text if text.isprintable() and len(text) <= 60 else show(text)
 
 
+def _said(message: str) -> str:
+    """A message of the library within a sentence; patterns in it keep their capitals."""
+    return message[:1].lower() + message[1:]
+
+
 def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     location = tuple(part for part in error["loc"] if part not in ("int", "str", "[key]"))
     kind, field = error["type"], next((part for part in reversed(location) if isinstance(part, str)), "")
@@ -110,15 +115,15 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     if kind == "missing":
         return finding("FIELD_MISSING", f"{path} is missing")
     if kind.endswith("too_long"):
-        return finding("TOO_LONG", f"{path} is too long: {error['msg'].lower()}")
+        return finding("TOO_LONG", f"{path} is too long: {_said(error['msg'])}")
     if field == "k" and kind in ("greater_than_equal", "less_than_equal"):
         code = "K_NEGATIVE" if kind.startswith("greater") else "K_TOO_LARGE"
         return finding(code, f"{path} is {value}; it takes 0 to 6, and up to 12 with k_measured_reason")
     if any(part in kind for part in _CONSTRAINTS) and field in CONSTRAINT_CODES:
-        return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {error['msg'].lower()}")
+        return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {_said(error['msg'])}")
     if any(part in kind for part in _CONSTRAINTS) or kind.endswith("too_short"):
-        return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {error['msg'].lower()}")
-    return finding("WRONG_TYPE", f"{path} is {value}: {error['msg'].split(',')[0].lower()}")
+        return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {_said(error['msg'])}")
+    return finding("WRONG_TYPE", f"{path} is {value}: {_said(error['msg'].split(',')[0])}")
 
 
 def parse(model: type[M], value: Any, prefix: str = "") -> tuple[M | None, list[Finding]]:

@@ -135,6 +135,22 @@ def key_is_strong(host: Host, _services: list[Service]) -> Iterator[Finding]:
         yield from (finding("API_KEY_INVALID", fault) for fault in key_faults("rig_api_key", host.decl.rig_api_key))
 
 
+def mok_password_is_there(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """A key for Secure Boot is put up only with a password that the firmware can be told. Its text appears in no message."""
+    driver, password = host.decl.rig_driver, host.decl.rig_mok_password
+    if driver is None or driver.mok != "stage" or (isinstance(password, Mapping) and "__ansible_vault" in password):
+        return
+    if password is None:
+        yield finding("MOK_PASSWORD_INVALID", "rig_driver has mok: stage, and rig_mok_password is not set")
+    elif not isinstance(password, str):
+        yield finding("MOK_PASSWORD_INVALID", "rig_mok_password is not text")
+    elif not (8 <= len(password) <= 16 and password.isascii() and password.isprintable()):
+        yield finding(
+            "MOK_PASSWORD_INVALID",
+            f"rig_mok_password has {len(password)} characters, or one beyond plain ASCII; 8 to 16 are taken",
+        )
+
+
 def models_lie_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
     """Models do not lie below a directory that belongs to the system: the role owns what it creates there."""
     top = host.decl.rig_models_root.split("/")[1]

@@ -134,5 +134,5 @@ def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Itera
             yield finding(
                 "GPU_OVERCOMMIT",
                 cause,
-                f"gpu_memory_utilization: {0.95 / len(on):.2f} each, other gpus, or exclusive: true",
+                "exclusive: true for one of them (./rig switch), other gpus, or a gpu_memory_utilization of each that add up to 0.95",
             )

@@ -50,6 +50,7 @@ HOST_RULES: list[HostRule] = [
     exposure.ports_are_free,
     exposure.key_is_strong,
     exposure.models_lie_apart,
+    exposure.mok_password_is_there,
     exposure.docker_is_safe,
     exposure.docker_data_lies_apart,
 ]

@@ -71,7 +71,9 @@ class GpuClaim(Declared):
 class CardTuning(Declared):
     """One card's power limit, where it is not that of the others. Watts or per cent."""
 
-    gpu: int | str = Field(description="index, or UUID: that stays when cards are moved")
+    gpu: int | Annotated[str, Field(pattern=r"^(all|GPU-[A-Za-z0-9-]{1,64})$")] = Field(
+        description="index, or UUID: that stays when cards are moved"
+    )
     power_w: int | None = Field(None, ge=1, le=2000)
     power_percent: int | None = Field(None, ge=1, le=200, description="of the card's own default limit")
 

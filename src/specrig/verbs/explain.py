@@ -6,8 +6,13 @@ import argparse
 
 from specrig.console import CannotRun, say
 from specrig.host import findings
-from specrig.host.errors import CODES as RIG_CODES
+from specrig.host.errors import CODES as HOST_CODES
 from specrig.plan import refusals
+
+# The second part is said by a role, not by the host program.
+RIG_CODES = HOST_CODES | {
+    "DRIVER_REBOOT": "the installed driver is not the loaded one: a reboot is due (docs/driver.md)"
+}
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
