@@ -104,7 +104,9 @@ def engine_reads_the_files(s: Service) -> Iterator[Finding]:
         if "any" in takes or kind in takes:
             continue
         reads = " and ".join(
-            name if "any" in kinds else f"{name} ({', '.join(kinds)})" for name, kinds in formats.items()
+            name if "any" in kinds else f"{name} ({', '.join(kinds)})"
+            for name, kinds in formats.items()
+            if name != "source"
         )
         cause = f"{model.ref.repo} holds {model.format}" + (f" ({kind})" if model.format != "gguf" else "")
         able = [

@@ -295,3 +295,10 @@ def test_standalone_needs_a_version_that_compares_vocabularies(version: str, wor
 
 def test_profiles_of_engines_say_what_was_not_run() -> None:
     assert any("nothing of this was run" in n for n in profiles()[f"{BASE}_tensorrt_llm"].services[0]["notes"])
+
+
+def test_the_forms_that_an_engine_reads_are_named_as_words() -> None:
+    services = [{"name": "r1-14b", "engine": "llama_cpp", "draft": None, "method": "none", "k": 0}]
+    plan = plan_host("host", {"rig_profile": "rtx4090_r1_14b", "rig_services": services})
+    said = {found.code: found.cause for found in plan.refusals}
+    assert said["MODEL_FORMAT"].endswith("llama.cpp server reads gguf")
