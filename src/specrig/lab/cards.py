@@ -17,7 +17,8 @@ from specrig.plan.catalog import catalog
 
 FOLDER = "/var/lib/specrig-lab/pci"
 DEVICES = "/sys/bus/pci/devices"
-UNIT = "/etc/systemd/system/specrig-lab-cards.service"
+# Not a name of specrig's own: `status` would take it for a service.
+UNIT = "/etc/systemd/system/lab-cards.service"
 _BOOT = f"""[Unit]
 Description=Lab: made-up PCI functions
 Before=basic.target
