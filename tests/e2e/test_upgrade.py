@@ -1,0 +1,116 @@
+"""Upgrades that go wrong, on the demo's host with the real engine. The broken images are stand-ins, labelled as such: lab/standins.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from specrig.lab import Lab, standins
+from specrig.verbs.demo import LAB
+from tests.e2e.conftest import UNIT, Rig
+
+pytestmark = pytest.mark.nightly
+NAME = UNIT.removesuffix(".service")
+FILE = f"/etc/systemd/system/{UNIT}"
+
+
+@pytest.fixture(scope="module")
+def broken() -> dict[str, str]:
+    """Images of the real engine with one layer that breaks it."""
+    return standins.ensure(Lab(LAB).client, ["renamed", "dies", "never"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_declared(rig: Rig) -> None:
+    """Begin with the demo's own plan."""
+    assert rig.rig("up").returncode == 0
+
+
+def up(rig: Rig, **service: Any) -> subprocess.CompletedProcess[str]:
+    return rig.rig("up", "-e", json.dumps({"rig_services": [{"name": "tiny", **service}]}))
+
+
+def what_runs(rig: Rig) -> tuple[int, str]:
+    """(process of the engine, content of the unit)."""
+    return rig.engine_pid(), rig.must("cat", FILE)
+
+
+def test_an_image_that_does_not_exist_stops_nothing(rig: Rig) -> None:
+    before = what_runs(rig)
+    failed = up(rig, image="specrig-lab-hub:5000/engine-vllm-cpu:0.32.0-nosuch")
+    assert failed.returncode == 1 and "PULL_NOT_FOUND" in failed.stdout, failed.stdout
+    assert what_runs(rig) == before, "0 s: the old service was not touched"
+    assert rig.complete() is not None
+
+
+def test_an_image_whose_parser_refuses_stops_nothing(rig: Rig, broken: dict[str, str]) -> None:
+    before = what_runs(rig)
+    failed = up(rig, image=broken["renamed"])
+    assert failed.returncode == 1 and "ARGUMENTS_REFUSED" in failed.stdout, failed.stdout
+    assert "--max-num-seqs" in failed.stdout, "in the parser's own words"
+    assert what_runs(rig) == before, "0 s: the old service was not touched"
+    assert rig.complete() is not None
+
+
+def undone(rig: Rig, image: str, limit: int, **service: Any) -> str:
+    """An upgrade to `image` that has to be taken back; what it said. `limit` is the start time-out, in seconds."""
+    text, unit = rig.complete("You may", 40), rig.must("cat", FILE)
+    begin = time.monotonic()
+    failed = up(rig, image=image, start_timeout_s=limit, **service)
+    wall = time.monotonic() - begin
+    assert failed.returncode == 1 and "UPGRADE_UNDONE" in failed.stdout, failed.stdout
+    down = re.search(r"nothing answered for (\d+) s", failed.stdout)
+    assert down and 0 < int(down[1]) <= wall, failed.stdout
+    print(
+        f"\n{image.rpartition(':')[2]}: the old service was down for {down[1]} s (start time-out {limit} s), {wall:.0f} s in all"
+    )
+    assert rig.must("cat", FILE) == unit and rig.active() == "active"
+    assert rig.inspect(NAME)["Config"]["Image"] != image
+    assert rig.complete("You may", 40) == text, "the old service says what it said before"
+    status = rig.rig("status")
+    assert f"upgrade to {image} undone" in status.stdout, status.stdout
+    return failed.stdout
+
+
+def test_an_image_that_starts_and_dies_is_taken_back(rig: Rig, broken: dict[str, str]) -> None:
+    said = undone(rig, broken["dies"], 900)
+    assert "stand-in: no kernel image is available" in said, "with the last words of the one that died"
+
+
+def test_an_image_that_never_gets_ready_is_taken_back(rig: Rig, broken: dict[str, str]) -> None:
+    undone(rig, broken["never"], 30)
+
+
+def test_a_good_upgrade_and_the_way_back(rig: Rig) -> None:
+    """K=3 instead of 5: proven by its own counters; rolled back; and status says that the inventory would move it forward."""
+    unit, key = rig.must("cat", FILE), rig.must("cat", "/etc/specrig/services/tiny/api-key")
+    done = up(rig, k=3)
+    assert done.returncode == 0, done.stdout
+    proven = re.search(
+        r"tiny is ready after .*; nothing answered for (\d+) s; α (0\.\d+), (\d+) of (\d+) drafted", done.stdout
+    )
+    assert proven and int(proven[4]) > int(proven[3]) > 0, done.stdout
+    print(f"\nK=3: {proven[0]}")
+    again = up(rig, k=3)
+    assert "changed=0" in again.stdout, "what is proven is not proven again"
+    back = rig.rig("rollback")
+    assert back.returncode == 0 and "To stay: declare for tiny: k: 5" in back.stdout, back.stdout + back.stderr
+    print(back.stdout)
+    assert rig.must("cat", FILE) == unit and rig.must("cat", "/etc/specrig/services/tiny/api-key") == key
+    assert rig.complete() is not None
+    status = rig.rig("status")
+    assert "rolled back by hand" in status.stdout and "./rig up would move it forward again" in status.stdout
+
+
+def test_images_are_pruned_only_where_nothing_uses_them(rig: Rig, broken: dict[str, str]) -> None:
+    running = rig.inspect(NAME)["Image"]
+    told = rig.rig("images", "prune")
+    assert broken["dies"] in told.stdout and "--apply removes them" in told.stdout, told.stdout
+    assert rig.rig("images", "prune", "--apply").returncode == 0
+    left = rig.must("docker", "images", "--no-trunc", "--quiet").splitlines()
+    assert running in left and rig.ask("docker", "image", "inspect", broken["dies"]).returncode != 0
