@@ -1,7 +1,7 @@
-"""One streamed completion and the server's own speculation counters.
+"""One streamed completion, and what the server itself says of its drafts.
 
 Words as in docs/bench.md: decode t/s = (completion_tokens - 1) / (t_last - t_first), tokens from the server's usage; α = accepted / drafted tokens;
-mean acceptance length = 1 + accepted / drafts.
+mean acceptance length = 1 + accepted / drafts. What each engine says of them, and where: host/acceptance.py.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from specrig.console import CannotRun
+from specrig.host import acceptance
+from specrig.host.acceptance import Acceptance
 
 TIMEOUT_S = 600
-DRAFTS, DRAFTED, ACCEPTED = (
-    f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
-)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible server: base URL without /v1, served model name, API key or None."""
+    """An OpenAI-compatible server: base URL without /v1, served model name, API key or None, where its acceptance is read (the plan's `metrics`)."""
 
     url: str
     model: str
     key: str | None = None
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request; a refusal carries the server's own words."""
@@ -96,46 +96,27 @@ def complete(
     return Completion(text, tokens, first - sent, (tokens - 1) / (last - first) if last > first else 0.0)
 
 
-def counters(server: Endpoint) -> dict[str, float]:
-    """Every sample of /metrics summed over its labels."""
-    totals: dict[str, float] = {}
+def speculation(server: Endpoint) -> Acceptance:
+    """What the engine says of its drafts now; unknown where it says nothing."""
+    path = server.metrics.get("path", "/metrics")
     try:
-        with server.open("/metrics") as page:
-            text = page.read().decode()
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                totals[name] = totals.get(name, 0.0) + float(value)
+        with server.open(path) as page:
+            return acceptance.read(page.read().decode(), server.metrics)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise CannotRun(f"/metrics of {server.url} can not be read: {error!r}", "./rig status", "ENDPOINT") from error
-    return totals
+        raise CannotRun(f"{path} of {server.url} can not be read: {error!r}", "./rig status", "ENDPOINT") from error
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What speculation did between two readings of the counters."""
+def since(server: Endpoint, before: Acceptance) -> Acceptance:
+    """What was drafted after the reading `before`; where the engine counts nothing, what it says now.
 
-    drafts: int
-    drafted: int
-    accepted: int
-
-    @property
-    def alpha(self) -> float:
-        """Accepted / drafted tokens; 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens per verification step: 1 + accepted / drafts."""
-        return 1 + self.accepted / self.drafts if self.drafts else 1.0
-
-
-def acceptance(before: dict[str, float], after: dict[str, float]) -> Acceptance:
-    """Difference of two readings. A counter that went back means that the engine restarted in between: CannotRun."""
-    moved = [after.get(name, 0.0) - before.get(name, 0.0) for name in (DRAFTS, DRAFTED, ACCEPTED)]
-    if min(moved) < 0:
+    A counter that went back means that the engine restarted in between: CannotRun.
+    """
+    now = speculation(server)
+    if server.metrics.get("kind") != "counters":
+        return now
+    moved = now.since(before)
+    if moved.drafted is None and now.drafted is not None and before.drafted is not None:
         raise CannotRun(
             "the engine restarted during the measurement: its counters went back", "measure again", "COUNTER_RESET"
         )
-    return Acceptance(*(int(value) for value in moved))
+    return moved

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrig import runner
-from specrig.bench.client import Acceptance, Completion, Endpoint, acceptance, complete, counters
+from specrig.bench.client import Completion, Endpoint, complete, since, speculation
 from specrig.console import CannotRun, confirm, say
+from specrig.host.acceptance import Acceptance
 from specrig.lab import Lab, cleanup, engine, hosts, rigs
 
 LAB, HOST, SERVICE, PORT = "demo", "demo", "tiny", 8000
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         say(
             "\nThe host is gone; images and caches stay for the next time (./rig demo --destroy removes them). --keep leaves the host running."
         )
-    return 0 if same_text(plain, spec) and accepted.accepted > 0 else 1
+    return 0 if same_text(plain, spec) and accepted.accepted else 1
 
 
 def destroy() -> int:
@@ -143,9 +145,12 @@ def on_host(*command: str) -> str:
 def endpoint() -> Iterator[Endpoint]:
     """The service, which listens on the host's loopback, through an SSH tunnel: how a person reaches it too."""
     ssh = hosts.ssh_command(host())
-    key = subprocess.run(
-        [*ssh, "sudo", "cat", f"/etc/specrig/services/{SERVICE}/api-key"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+
+    def read(path: str) -> str:
+        return subprocess.run([*ssh, "sudo", "cat", path], check=True, capture_output=True, text=True).stdout
+
+    key = read(f"/etc/specrig/services/{SERVICE}/api-key").strip()
+    [service] = json.loads(read("/etc/specrig/plan.json"))["services"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         local = probe.getsockname()[1]
@@ -154,7 +159,7 @@ def endpoint() -> Iterator[Endpoint]:
     )
     try:
         wait_for_port(local)
-        yield Endpoint(f"http://127.0.0.1:{local}", SERVICE, key)
+        yield Endpoint(f"http://127.0.0.1:{local}", SERVICE, key, service["metrics"])
     finally:
         tunnel.terminate()
         tunnel.wait()
@@ -174,14 +179,14 @@ def measure() -> tuple[list[Completion], Acceptance]:
     """A warm-up, then two greedy completions, the first one shown as it streams."""
     with endpoint() as server:
         complete(server, PROMPT, 16)
-        before = counters(server)
+        before = speculation(server)
         say(f"\n> {PROMPT}")
         done = [
             complete(server, PROMPT, TOKENS, lambda piece: print(piece, end="", flush=True)),
             complete(server, PROMPT, TOKENS),
         ]
         say("")
-        return done, acceptance(before, counters(server))
+        return done, since(server, before)
 
 
 def same_text(plain: list[Completion], spec: list[Completion]) -> bool:
@@ -197,7 +202,7 @@ def report(plain: list[Completion], spec: list[Completion], accepted: Acceptance
         f"\n── Speculation, measured (tiny models on this CPU: the ratio shows the mechanism, not what a card does)"
         f"\n  K=0  {off:7.1f} t/s decode   ({TOKENS} tokens, better of 2)"
         f"\n  K=5  {on:7.1f} t/s decode   {on / off:.2f}×"
-        f"\n  α = {accepted.alpha:.2f} ({accepted.accepted} of {accepted.drafted} drafted tokens accepted)"
-        f", mean acceptance length {accepted.mean_length:.2f}"
+        f"\n  α = {accepted.rate or 0:.2f} ({accepted.accepted} of {accepted.drafted} drafted tokens accepted)"
+        f", mean acceptance length {accepted.mean_length or 1:.2f}"
         f"\n  greedy output: {identical}"
     )

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from specrig.bench.client import Acceptance, Endpoint, acceptance, complete, counters
+from specrig.bench.client import Endpoint, complete, since, speculation
 from specrig.console import CannotRun
+from specrig.host.acceptance import Acceptance
+from specrig.plan.dialects import dialect
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -21,6 +23,7 @@ vllm:spec_decode_num_drafts_total{{engine="0",model_name="a {{b}}"}} {drafts}
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {drafted}
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}
 vllm:spec_decode_num_accepted_tokens_total{{engine="1",model_name="m"}} 2.0
+vllm:spec_decode_draft_acceptance_rate{{model_name="m"}} 0.25
 vllm:kv_cache_usage_perc NaN
 process_start_time_seconds 1.79e+09
 """
@@ -52,16 +55,23 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(self.server.length))
         self.end_headers()
 
+    def _refused(self) -> bool:
+        if self.headers.get("Authorization") == "Bearer right":
+            return False
+        self._start(401, "application/json")
+        self.wfile.write(b'{"error": "Unauthorized: no such key"}')
+        return True
+
     def do_GET(self) -> None:
+        if self._refused():
+            return
         n = self.server.drafts
         self._start(200, "text/plain")
         self.wfile.write(METRICS.format(drafts=f"{n}.0", drafted=n * 5, accepted=f"{n * 3:e}").encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers.get("Authorization") != "Bearer right":
-            self._start(401, "application/json")
-            self.wfile.write(b'{"error": "Unauthorized: no such key"}')
+        if self._refused():
             return
         self.server.asked = body
         self.server.drafts += 4
@@ -83,8 +93,8 @@ def engine() -> Iterator[Engine]:
     server.server_close()
 
 
-def at(engine: Engine, key: str | None = "right") -> Endpoint:
-    return Endpoint(f"http://127.0.0.1:{engine.server_port}", "m", key)
+def at(engine: Engine, key: str | None = "right", version: str = "0.32.0") -> Endpoint:
+    return Endpoint(f"http://127.0.0.1:{engine.server_port}", "m", key, dialect("vllm", version).metrics)
 
 
 def delta(**fields: Any) -> dict[str, Any]:
@@ -161,7 +171,7 @@ def test_a_connection_that_breaks_is_told(engine: Engine) -> None:
     with pytest.raises(CannotRun, match=r"broke off|0 tokens"):
         complete(at(engine), "x", 9)
     with pytest.raises(CannotRun, match="metrics"):
-        counters(at(engine))
+        speculation(at(engine))
     engine.shutdown()
     engine.server_close()
     with pytest.raises(CannotRun, match="cannot be reached"):
@@ -170,24 +180,28 @@ def test_a_connection_that_breaks_is_told(engine: Engine) -> None:
 
 def test_counters_before_and_after(engine: Engine) -> None:
     engine.script = [delta(content="a"), USAGE]
-    before = counters(at(engine))
-    assert before["process_start_time_seconds"] == 1.79e9
+    before = speculation(at(engine))
     complete(at(engine), "x", 9)
     complete(at(engine), "x", 9)
-    moved = acceptance(before, counters(at(engine)))
-    assert moved == Acceptance(drafts=8, drafted=40, accepted=24)
-    assert moved.alpha == 0.6 and moved.mean_length == 4.0
+    assert since(at(engine), before) == Acceptance(drafts=8, drafted=40, accepted=24, rate=0.6, mean_length=4.0)
+
+
+def test_an_engine_that_only_says_a_rate_is_read_as_well(engine: Engine) -> None:
+    """Before vLLM 0.10 there was a gauge and nothing to subtract."""
+    old = at(engine, version="0.9.2")
+    assert since(old, speculation(old)) == Acceptance(rate=0.25)
+
+
+def test_metrics_are_asked_for_with_the_key(engine: Engine) -> None:
+    for key in ("wrong", None):
+        with pytest.raises(CannotRun, match="401"):
+            speculation(at(engine, key))
 
 
 def test_a_restart_in_between_is_not_a_measurement(engine: Engine) -> None:
     engine.drafts = 7
-    before = counters(at(engine))
+    before = speculation(at(engine))
     engine.drafts = 1
     with pytest.raises(CannotRun) as caught:
-        acceptance(before, counters(at(engine)))
+        since(at(engine), before)
     assert caught.value.code == "COUNTER_RESET"
-
-
-def test_without_speculation_nothing_was_drafted() -> None:
-    nothing = acceptance({}, {"vllm:generation_tokens_total": 9.0})
-    assert (nothing.alpha, nothing.mean_length) == (0.0, 1.0)
