@@ -19,6 +19,7 @@ from specrig.lab import Lab, hosts
 from specrig.verbs.demo import HOST, LAB, SERVICE
 
 UNIT = f"specrig-{SERVICE}.service"
+KEY_FILE = f"/etc/specrig/services/{SERVICE}/api-key"
 COMPLETION = (
     "import json,sys,urllib.request as u;"
     "key=open('/etc/specrig/services/tiny/api-key').read().strip();"
@@ -73,9 +74,17 @@ class Rig:
             f"{what}: not within {timeout:.0f} s\n{self.ask('journalctl', '-u', UNIT, '-n', '40', '--no-pager').stdout}"
         )
 
+    def get(self, path: str, key_file: str = "", *more: str) -> tuple[int, str]:
+        """(status, text) of the service's page; the key goes from its file to curl's standard input."""
+        key = f"sed 's/^/Authorization: Bearer /' {key_file} | " if key_file else ": | "
+        curl = f"{key}curl -sS -H @- -w '\\n%{{http_code}}' {' '.join(more)} http://127.0.0.1:8000{path}"
+        text, _, status = self.must("sh", "-c", curl.replace("'", '"')).rpartition("\n")
+        return int(status), text
+
     def metrics(self) -> dict[str, float]:
         """Speculation counters of the running engine."""
-        page = self.must("curl", "-fsS", "http://127.0.0.1:8000/metrics")
+        status, page = self.get("/metrics", KEY_FILE)
+        assert status == 200, page
         return {
             m[1]: float(m[2])
             for m in re.finditer(r"^vllm:(spec_decode_num_\w+?)_total\{[^}]*\} (\S+)$", page, re.MULTILINE)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.e2e.conftest import UNIT, Rig
+from tests.e2e.conftest import KEY_FILE, UNIT, Rig
 
 
 def test_demo_shows_speculation_that_changes_no_word(demo_output: str) -> None:
@@ -39,6 +39,22 @@ def test_checks_of_the_host_pass(rig: Rig) -> None:
     verify = rig.rig("verify")
     assert verify.returncode == 0, verify.stdout
     assert re.search(r"\d+ passed", verify.stdout)
+
+
+def test_no_page_but_health_without_the_key(rig: Rig) -> None:
+    """Whatever the engine serves: the paths are its own list. A browser's preflight is no page."""
+    status, listed = rig.get("/openapi.json", KEY_FILE)
+    assert status == 200
+    paths = [path.partition("{")[0] for path in json.loads(listed)["paths"]]
+    assert len(paths) > 10
+    for path in ["/metrics", "/docs", "/openapi.json", *paths]:
+        for method in ("GET", "POST", "OPTIONS"):
+            assert rig.get(path, "", "-X", method)[0] == (
+                200 if (path, method) == ("/health", "GET") else 405 if path == "/health" else 401
+            ), (path, method)
+    asked = ["-X", "OPTIONS", "-H", "Origin:http://editor.test", "-H", "Access-Control-Request-Method:GET"]
+    status, said = rig.get("/metrics", "", *asked)
+    assert status == 200 and "vllm:" not in said
 
 
 def test_active_means_a_completion_works(rig: Rig) -> None:

@@ -6,6 +6,7 @@ from specrig.plan.resolve import Model, Service
 
 TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
 FILES_PATH = "/specrig"  # where an engine's configuration files are mounted
+GUARD = "specrig_guard.Guard"  # asks for the key before any page of the engine; the unit mounts it, the wrapper puts it on Python's path
 DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
 NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
 
@@ -38,6 +39,7 @@ def values(service: Service) -> dict[str, Any]:
         "reasoning_parser": service.target.reasoning_parser,
         "reasoning_parser_switch": service.target.reasoning_parser is not None,
         "drain_s": DRAIN_S,
+        "guard": GUARD,
         # other engines' words for the same
         "address": f"0.0.0.0:{service.engine.container_port}",
         "cache": "/home/engine/models",

@@ -48,10 +48,6 @@ def bind_is_safe(s: Service) -> Iterator[Finding]:
             "BIND_EXPOSED_TO_ALL",
             f"bind is {s.decl.bind}, reachable from the network, and rig_allow_from does not say who may come",
         )
-    if s.engine.metrics_path:
-        yield finding(
-            "METRICS_EXPOSED", f"bind is {s.decl.bind}: {s.engine.metrics_path} has the API's port, and asks for no key"
-        )
 
 
 def is_published(s: Service) -> bool:

@@ -7,6 +7,8 @@ import re
 import shlex
 from typing import Any
 
+import pytest
+
 from tests.host.conftest import HOST_PROGRAM, as_root, output
 
 Service = dict[str, Any]
@@ -139,11 +141,30 @@ def test_models_are_mounted_read_only(host: Any, services: list[Service]) -> Non
         assert models and not any(m["RW"] for m in models)
 
 
-def test_key_is_required(host: Any, services: list[Service]) -> None:
-    for service in services:
-        assert status_of(host, service, "/v1/models") == 401
-        assert status_of(host, service, "/v1/models", "wrong") == 401
+@pytest.fixture
+def keyed(host: Any, services: list[Service]) -> list[Service]:
+    """The services whose engine takes a key; the plan warns of the others."""
+    plan = host.file("/etc/specrig/plan.json")
+    planned = json.loads(plan.content_string)["services"] if plan.exists else []
+    keyless = [service["unit"] for service in planned if not service["key_env"]]
+    return [service for service in services if service["unit"] not in keyless]
+
+
+def test_key_is_required(host: Any, keyed: list[Service]) -> None:
+    for service in keyed:
+        assert status_of(host, service, "/v1/completions") == 401
+        assert status_of(host, service, "/v1/completions", "wrong") == 401
         assert status_of(host, service, "/v1/models", key_file(service)) == 200
+
+
+def test_only_health_is_open(host: Any, keyed: list[Service]) -> None:
+    """What an engine serves beside its API tells how much it is used and by what: nobody reads that without the key, on loopback either."""
+    for service in keyed:
+        assert status_of(host, service, "/health") == 200
+        for path in ("/metrics", "/metrics/", "/version", "/health/../metrics"):
+            assert status_of(host, service, path) == 401, path
+            assert status_of(host, service, path, "wrong") == 401, path
+        assert status_of(host, service, "/metrics", key_file(service)) == 200
 
 
 def test_key_is_nowhere_else(host: Any, services: list[Service]) -> None:

@@ -131,6 +131,22 @@ def test_the_key_reaches_the_engine_in_its_variable(tmp_path: Path, names: str, 
     assert (done.stdout == f"{seen}|a b *\n") if seen else done.stdout.startswith("-,-|") or done.returncode != 0
 
 
+@pytest.mark.parametrize(
+    ("own", "seen"), [(None, "/usr/local/lib/specrig"), ("/opt/a:/b", "/opt/a:/b:/usr/local/lib/specrig")]
+)
+def test_the_guard_is_found_after_all_of_the_images_own(own: str | None, seen: str) -> None:
+    wrapper = ROOT / "templates/usr/local/lib/specrig/with-api-key"
+    env = {"PATH": "/usr/bin:/bin"} | ({"PYTHONPATH": own} if own else {})
+    command = ["sh", str(wrapper), "-", "sh", "-c", "echo $PYTHONPATH"]
+    assert subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.strip() == seen
+
+
+def test_the_guard_is_mounted_and_named(action: Any) -> None:
+    command = start(unit(action, planned()))
+    assert ("--middleware", "specrig_guard.Guard") in pairwise(command)
+    assert "/usr/local/lib/specrig/specrig_guard.py:/usr/local/lib/specrig/specrig_guard.py:ro" in command
+
+
 def test_cards_are_named_to_docker_in_its_own_quotes(action: Any) -> None:
     service = planned(r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 2}]}, tensor_parallel=2))
     command = start(unit(action, service))
