@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from specrig.plan.catalog import profiles
 from tests.e2e.conftest import KEY_FILE, UNIT, Rig
 
 
@@ -138,6 +139,28 @@ def test_real_engine_refuses_the_pair_without_padding(rig: Rig) -> None:
     assert said, (refused.stdout + refused.stderr)[-2000:]
     print(f"\nupstream: {said[0][:160]}")
     assert "vocab_size=1152" in said[0] and "vocab_size=1024" in said[0]
+
+
+def test_a_service_that_is_planned_no_more_makes_room(rig: Rig) -> None:
+    """A second service comes and goes; the first one does not notice, and the second one's key is there when it comes back."""
+    tiny = profiles()["cpu_demo"].services[0]
+    both = {"rig_services": [{**tiny, "name": "second", "port": 8001, "draft": None, "method": "ngram"}]}
+    assert rig.rig("up", "-e", json.dumps(both)).returncode == 0
+    first, second = rig.engine_pid(), "specrig-second.service"
+    assert rig.must("systemctl", "is-active", second) == "active"
+    key = rig.must("sha256sum", "/etc/specrig/services/second/api-key")
+    status = rig.rig("status")
+    assert status.returncode == 1 and f"{second} is not in the plan any more" in status.stdout, status.stdout
+    check = rig.rig("up", "--check", "--diff")
+    assert check.returncode == 0 and re.search(rf"^--- .*{second}", check.stdout, re.MULTILINE), check.stdout
+    assert rig.must("systemctl", "is-active", second) == "active"
+    up = rig.rig("up")
+    assert up.returncode == 0 and "second is not in the plan any more: stopped and removed" in up.stdout, up.stdout
+    assert rig.ask("systemctl", "cat", second).returncode != 0
+    assert rig.must("docker", "ps", "--all", "--quiet", "--filter", "name=specrig-second") == ""
+    assert rig.must("sha256sum", "/etc/specrig/services/second/api-key") == key
+    assert rig.engine_pid() == first and rig.rig("status").returncode == 0
+    assert "changed=0" in rig.rig("up").stdout
 
 
 WAYS: dict[str, dict[str, object] | None] = {

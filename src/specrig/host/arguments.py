@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.host import images, proven, units
+from specrig.host import images, proven, retire, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
@@ -106,12 +106,15 @@ def fingerprint(service: Mapping[str, Any], image_id: str) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _asked_before(service: Mapping[str, Any], home: proven.Home) -> bool:
-    """Whether there is nothing to ask: nothing runs that could be lost, or these very words are known to be right."""
+def _asked_before(service: Mapping[str, Any], home: proven.Home, others: bool) -> bool:
+    """Whether there is nothing to ask: nothing runs that could be lost, or these very words are known to be right.
+
+    `others`: services that are planned no more run, and are stopped before this one starts.
+    """
     known = home.get("proven")
-    if known is None:
+    if known is None and not others:
         return True
-    old = known.get("service") or {}
+    old = (known or {}).get("service") or {}
     if all(old.get(field) == service.get(field) for field in ("image", "entrypoint", "argv", "env")):
         return True
     found = images.found(str(service["image"]))
@@ -129,7 +132,8 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
     """
     try:
         services = [dict(service) for service in json.loads(text)["services"]]
-        todo = [(s, home) for s in services if not _asked_before(s, home := proven.Home(str(s["name"])))]
+        others = bool(retire.unplanned([str(service["name"]) for service in services]))
+        todo = [(s, home) for s in services if not _asked_before(s, home := proven.Home(str(s["name"])), others)]
     except (ValueError, KeyError, TypeError) as error:
         raise HostError("ARGUMENTS_JOB", f"cannot read the job: {error!r}", "./rig up", COULD_NOT_RUN) from error
     if check or not todo:

@@ -34,6 +34,7 @@ from specrig.host import (
     preflight,
     pull,
     ready,
+    retire,
     service,
     share,
     stage,
@@ -94,6 +95,9 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("switch", help="let a service run with the files that are there, prove it, or go back")
     one.add_argument("job", help="{service: its entry in the plan} as a JSON file, or - for standard input")
     one.add_argument("--check", action="store_true", help="only say whether something would be done")
+    one = verbs.add_parser("retire", help="stop and remove services that are planned no more")
+    one.add_argument("job", help="{services: names of those that stay} as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only say which")
     one = verbs.add_parser("rollback", help="go back to what was proven before")
     one.add_argument("service", nargs="?", help="default: the only one")
     one.add_argument("--check", action="store_true", help="only say what it would go back to")
@@ -300,6 +304,8 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
     if args.verb == "rollback":
         return switch.rollback(args.service, progress, args.check)
+    if args.verb == "retire":
+        return retire.retire(_document(args.job, stdin), progress, args.check)
     if args.verb == "choose":
         return choose.choose(args.name, progress, args.timeout, args.check)
     if args.verb == "diagnose":

@@ -84,6 +84,8 @@ CODES = {
     "READY_KEY": "the API key cannot be read, or the engine refuses it",
     "READY_MODEL": "the engine serves other names",
     "READY_TIMEOUT": "not ready in time",
+    "RETIRE_FAILED": "a service that the plan has no more does not stop",
+    "RETIRE_JOB": "the job names no services of a plan",
     "ROLLBACK_FAILED": "the previous one does not start; what ran before runs again",
     "ROLLBACK_MODELS": "models of the previous one are not on this host any more",
     "ROLLBACK_NOTHING": "nothing was proven before",

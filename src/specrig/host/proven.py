@@ -77,6 +77,12 @@ class Home:
             if other.name not in kept:
                 shutil.rmtree(other, ignore_errors=True)
 
+    def forget(self) -> None:
+        """Remove all that was proven, asked or undone; the times of starts stay."""
+        for name in ("proven", "previous", "setback.json", "asked.json"):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / "generations", ignore_errors=True)
+
     def setback(self) -> dict[str, Any] | None:
         """The upgrade that was undone last, until another one is proven."""
         try:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrig.host import diagnosis, docker_api, proven, ready, start, units
+from specrig.host import diagnosis, docker_api, proven, ready, retire, start, units
 from specrig.host.errors import HostError
 from specrig.host.manifest import DAMAGED, read_manifest
 
@@ -113,7 +113,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
     if root is None:
         paths = [Path(m["path"]) for m in (plan or {}).get("models") or [] if m.get("path")]
         root = paths[0].parent.parent if paths else Path("/srv/models")
-    rows = []
+    rows, ours = [], retire.installed()
     names = sorted({*services, *(u["Id"] for u in units.show("specrig-*.service", *services) if u.get("Id"))} - {None})
     for unit in units.show(*names) if names else []:
         name = unit.get("Id", "")
@@ -132,6 +132,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
                 "status": unit.get("StatusText") or "",
                 "progress": _progress(short),
                 "alternate": _alternate(unit),
+                "ours": short in ours,
                 "diagnosis": str(found[0]) if (found := diagnosis.files(short)) else None,
                 "stale": _stale(name, unit, service or {}),
                 "container": _container(name[: -len(".service")]),

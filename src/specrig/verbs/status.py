@@ -39,6 +39,11 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
         return [report["error"]]
     planned, wanted = [service.unit for service in plan.services], plan.as_json()["plan_hash"]
     units = {unit["unit"]: unit for unit in report.get("units", [])}
+    going = [
+        f"{name} is not in the plan any more: ./rig up stops and removes it"
+        for name, unit in units.items()
+        if unit.get("ours") and name not in planned
+    ]
     missing = [f"{name} is planned and not there" for name in planned if name not in units]
     down = [
         f"{name} is {unit['state']}" + (f": {unit['status']}" if unit.get("status") else "") + _diagnosed(unit)
@@ -60,7 +65,7 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
         if (speculation := (u.get("upgrade") or {}).get("speculation") or {}).get("short")
     ]
     drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
-    return missing + down + degraded + deaf + old + slow + drift
+    return going + missing + down + degraded + deaf + old + slow + drift
 
 
 def _degraded(unit: dict[str, Any]) -> bool:

@@ -51,6 +51,12 @@ def test_there_are_services(services: list[Service]) -> None:
     assert services, "no specrig service found"
 
 
+def test_nothing_runs_that_is_planned_no_more(host: Any, services: list[Service]) -> None:
+    plan = host.file("/etc/specrig/plan.json")
+    planned = [s["unit"] for s in json.loads(plan.content_string)["services"]] if plan.exists else []
+    assert not [s["unit"] for s in services if plan.exists and s["ours"] and s["unit"] not in planned]
+
+
 def test_active_enabled_and_completing(host: Any, services: list[Service]) -> None:
     for service in services:
         assert output(host, "systemctl", "is-active", service["unit"]).strip() == "active"

@@ -103,6 +103,13 @@ DRIFT = "what runs is not what is planned now"
         (answer(state="inactive", health=None, alternate=True), []),
         (answer(health={"ok": False, "cause": "refused"}), [f"{UNIT} does not answer"]),
         (answer(health=None), [f"{UNIT} does not answer"]),
+        (
+            {
+                **ANSWER,
+                "units": [*ANSWER["units"], {**ANSWER["units"][0], "unit": "specrig-old.service", "ours": True}],
+            },
+            ["specrig-old.service is not in the plan any more: ./rig up stops and removes it"],
+        ),
         ({"error": "No route to host"}, ["No route to host"]),
     ],
 )

@@ -102,6 +102,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             raise AnsibleActionFail(
                 f"{self._program} is not on this host yet: ./rig up puts it there (in a play: the role host_agent)"
             )
+        if check and (answer.get("error") or {}).get("code") == "HOST_USAGE":
+            # Its program is older than this repository, and knows the verb only after the run that replaces it.
+            return {
+                "changed": True,
+                "msg": f"would run {verb}: {self._program} there is of another version",
+                "result": {},
+            }
         said, phase, lost = 0.0, "", 0
         while answer.get("state") == "running":
             progress = answer.get("progress") or {}
