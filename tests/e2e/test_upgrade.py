@@ -74,6 +74,10 @@ def undone(rig: Rig, image: str, limit: int, **service: Any) -> str:
     assert rig.complete("You may", 40) == text, "the old service says what it said before"
     status = rig.rig("status")
     assert f"upgrade to {image} undone" in status.stdout, status.stdout
+    before = what_runs(rig)
+    again = up(rig, image=image, start_timeout_s=limit, **service)
+    assert again.returncode == 1 and "UPGRADE_HELD" in again.stdout, again.stdout
+    assert what_runs(rig) == before, "0 s: the same is not tried again by itself"
     return failed.stdout
 
 

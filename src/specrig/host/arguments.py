@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.host import images, proven, retire, units
+from specrig.host import images, proven, retire, switch, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
@@ -126,33 +126,39 @@ def _asked_before(service: Mapping[str, Any], home: proven.Home, others: bool) -
 
 
 def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, Any]:
-    """Ask about every service of the job {"services": […entries of the plan]}. Returns {changed, told, warnings}.
+    """Ask about every service of the job {"services": […entries of the plan], "retry": bool}. Returns {changed, told, warnings}.
 
-    Raises HostError ARGUMENTS_REFUSED, ARGUMENTS_JOB.
+    Raises HostError ARGUMENTS_REFUSED, ARGUMENTS_JOB; UPGRADE_HELD for a plan that was taken back, unless it is to be tried again.
     """
     try:
-        services = [dict(service) for service in json.loads(text)["services"]]
+        job = json.loads(text)
+        services = [dict(service) for service in job["services"]]
         others = bool(retire.unplanned([str(service["name"]) for service in services]))
         todo = [(s, home) for s in services if not _asked_before(s, home := proven.Home(str(s["name"])), others)]
     except (ValueError, KeyError, TypeError) as error:
         raise HostError("ARGUMENTS_JOB", f"cannot read the job: {error!r}", "./rig up", COULD_NOT_RUN) from error
-    if check or not todo:
-        return {"changed": bool(todo), "told": [], "warnings": []}
+    undone = [switch.Service(s) for s in services if proven.Home(str(s["name"])).setback()]
+    again = [service for service in undone if switch.held(service, bool(job.get("retry")))]
+    if check or not (todo or again):
+        return {"changed": bool(todo or again), "told": [], "warnings": []}
     told, warnings = [], []
-    for service, home in todo:
-        name, image = service["name"], str(service["image"])
-        snippet = SNIPPETS.get(str(service["engine"]))
-        if snippet is None and str(service["engine"]) not in HELP:
-            told.append(f"{name}: not asked, {service['engine']} has no parser that can be asked without starting it")
+    for service in again:  # forgotten now: if this run is interrupted, the next one goes on
+        service.home.remember_setback(None)
+        told.append(f"{service.name}: what was taken back is tried again")
+    for entry, home in todo:
+        name, image = entry["name"], str(entry["image"])
+        snippet = SNIPPETS.get(str(entry["engine"]))
+        if snippet is None and str(entry["engine"]) not in HELP:
+            told.append(f"{name}: not asked, {entry['engine']} has no parser that can be asked without starting it")
         else:
             progress.update("asking the image's own parser", message=str(name))
-            trouble = ask(service, snippet)
+            trouble = ask(entry, snippet)
             if trouble:
                 warnings.append(f"{name}: {image} could not be asked about its arguments: {trouble}")
             else:
                 told.append(f"{name}: {image} takes its arguments")
         _, found = images.found(image) or ("", {})
-        record = {"fingerprint": fingerprint(service, str(found.get("Id"))), "at": round(time.time())}
+        record = {"fingerprint": fingerprint(entry, str(found.get("Id"))), "at": round(time.time())}
         proven.write(home.path / "asked.json", json.dumps(record).encode())
     return {"changed": True, "told": told, "warnings": warnings}
 

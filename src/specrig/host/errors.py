@@ -118,6 +118,7 @@ CODES = {
     "TUNING_PERSISTENCE": "persistence mode is off, and a limit would be lost with the last program",
     "TUNING_RANGE": "a power limit that the card itself does not take; no card was touched",
     "TUNING_REFUSED": "a limit was set and did not hold",
+    "UPGRADE_HELD": "this plan was tried and taken back before; nothing was changed, and the host is not at its plan",
     "UPGRADE_STUCK": "neither the new one nor the proven one starts",
     "UPGRADE_UNDONE": "the new one failed; the proven one runs again",
 }

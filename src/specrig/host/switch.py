@@ -6,13 +6,14 @@ proven files are put in their place again and the old service is started. How lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrig.host import images, proof, proven, pull, start, units
+from specrig.host import diagnosis, images, proof, proven, pull, start, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 from specrig.host.proven import Home, read_files
@@ -112,6 +113,29 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
     return {**answer, "changed": True, "warnings": [*warnings, *answer["warnings"]]}
 
 
+def tried(service: Service) -> str:
+    """Names a plan of a service: its settings and the very image."""
+    image = (images.found(service.image) or ("", {}))[1]
+    return hashlib.sha256(json.dumps([service.entry, image.get("Id")], sort_keys=True).encode()).hexdigest()
+
+
+def held(service: Service, retry: bool = False) -> bool:
+    """Whether this very plan was tried and taken back. Without `retry` raises HostError UPGRADE_HELD: it would cost the same again."""
+    setback = service.home.setback() or {}
+    if not setback.get("tried") or setback["tried"] != tried(service):
+        return False
+    if retry:
+        return True
+    seen = setback.get("diagnosis")
+    raise HostError(
+        "UPGRADE_HELD",
+        f"{service.unit}: this plan was tried {_when(setback)} and taken back ({setback['code']}: {setback['cause']}). Nothing was changed:"
+        " the proven one goes on running, and the host is not at its plan",
+        "change what failed (image, version, settings); or ./rig up --retry"
+        + (f"; why: sudo less {seen}" if seen else ""),
+    )
+
+
 def way_back(old: Mapping[str, Any], progress: Progress) -> list[str]:
     """Have the proven image here before anything is stopped; a warning where it cannot be had any more."""
     try:
@@ -171,12 +195,15 @@ def undo(
             lines=[*error.lines, *again.lines],
         )
     down = time.monotonic() - begin
-    service.home.remember_setback({**setback, "downtime_s": round(down, 1)})
+    seen = [file for file in diagnosis.files(service.name) if file.stat().st_mtime >= time.time() - down]
+    # By it the next `up` knows this plan again, and leaves it; see `held`.
+    setback |= {"downtime_s": round(down, 1), "tried": tried(service), "diagnosis": str(seen[0]) if seen else None}
+    service.home.remember_setback(setback)
     told = f"nothing answered for {down:.0f} s at most" if was_up else "it did not run before"
     return HostError(
         "UPGRADE_UNDONE",
         f"{service.unit}: the new one failed ({error.code}: {error.cause}). The proven one runs again ({back}); {told}",
-        "correct the cause, then ./rig up; until then the rig serves what it did before",
+        "correct the cause and declare it, then ./rig up; or ./rig up --retry. Until then the rig serves what it did before",
         lines=error.lines,
     )
 
@@ -204,6 +231,8 @@ def chosen(name: str | None) -> Home:
 
 def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[str, Any]:
     """Go back to what was proven before what is there now; a second time goes forward again.
+
+    A service that shares its cards and is not chosen is not started: only what it will run changes.
 
     Returns {changed, service, from, to, downtime_s, stay, …}. Raises HostError ROLLBACK_*, PULL_*, START_*.
     """
@@ -238,7 +267,14 @@ def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[
     try:
         started = wanted.start(progress, restart=True)
         down = round(time.monotonic() - begin, 1) if was_up else None
-        speculation = proof.prove(wanted.entry, wanted.key_file, progress)
+        chosen_not = (
+            started["state"] == "alternate"
+        )  # it waits for its turn, and another may have its port: nothing to ask
+        speculation = (
+            dict(target.get("speculation") or {})
+            if chosen_not
+            else proof.prove(wanted.entry, wanted.key_file, progress)
+        )
     except HostError as error:
         proven.restore(there)
         current.start(progress, restart=True)
@@ -248,7 +284,8 @@ def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[
             f"journalctl -u {wanted.unit} -n 200",
             lines=error.lines,
         ) from error
-    home.keep(home.files(str(target["id"])), wanted.record(started, speculation, down))
+    record = {key: value for key, value in target.items() if key != "id"}
+    home.keep(home.files(str(target["id"])), record if chosen_not else wanted.record(started, speculation, down))
     home.remember_setback(
         {"code": "BY_HAND", "cause": "./rig rollback", "from": now["image"], "to": target["image"], "by": "hand"}
     )
@@ -258,6 +295,7 @@ def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[
         **answer,
         "downtime_s": down,
         "speculation": speculation,
+        "alternate": chosen_not,
         "stay": stay(target["service"], now["service"]),
     }
 

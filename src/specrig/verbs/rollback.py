@@ -45,8 +45,9 @@ def describe(host: str, report: dict[str, Any]) -> list[str]:
             *([f"  next: {error['fix']}"] if error.get("fix") else []),
         ]
     down = report.get("downtime_s")
+    runs = "is not chosen, and will run" if report.get("alternate") else "runs"
     lines = [
-        f"{host}: {report['service']} runs {report['to']} again"
+        f"{host}: {report['service']} {runs} {report['to']} again"
         + ("" if down is None else f"; nothing answered for {down:.0f} s")
     ]
     lines.append(f"  {words(report['speculation'])}")

@@ -14,6 +14,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_host_arguments(verb)
     verb.add_argument("--check", action="store_true", help="change nothing, only say what would change")
     verb.add_argument("--diff", action="store_true", help="show the lines that change")
+    verb.add_argument("--retry", action="store_true", help="try also what was tried before and taken back")
     verb.add_argument(
         "-e", "--extra-vars", action="append", default=[], metavar="NAME=VALUE", help="as in ansible-playbook"
     )
@@ -24,6 +25,7 @@ def ansible_arguments(options: argparse.Namespace) -> list[str]:
     """What `up`'s options are in Ansible's own words."""
     limit = ["--limit", ",".join(options.hosts)] if options.hosts else []
     flags = [flag for flag, on in (("--check", options.check), ("--diff", options.diff)) if on]
+    flags += ["-e", '{"rig_retry": true}'] if options.retry else []
     return [*limit, *flags, *(word for value in options.extra_vars for word in ("-e", value))]
 
 

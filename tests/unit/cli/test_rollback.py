@@ -48,6 +48,8 @@ def test_it_says_what_runs_and_how_to_stay() -> None:
     text = "\n".join(rollback.describe("alpha", report))
     assert "chat runs engine:1 again; nothing answered for 12 s" in text and "α 0.40" in text
     assert "To stay: declare for chat: version: 1, image: engine:1" in text
+    waiting = "\n".join(rollback.describe("alpha", {**report, "alternate": True, "downtime_s": None}))
+    assert "chat is not chosen, and will run engine:1 again" in waiting
     error = {"error": {"code": "ROLLBACK_NOTHING", "cause": "one generation", "fix": "./rig status"}}
     assert rollback.describe("alpha", error) == ["alpha: ROLLBACK_NOTHING: one generation", "  next: ./rig status"]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specrig.host import docker_api, keep, proof, proven, pull, start, switch
+from specrig.host import arguments, diagnosis, docker_api, keep, proof, proven, pull, start, switch
 from specrig.host.acceptance import Acceptance
 from specrig.host.errors import HostError
 
 from .test_pull import Recorder
 
+ASKED: dict[str, Any] = {"engine": "ollama", "entrypoint": ["ollama"], "argv": [], "env": {}}  # has no parser to ask
 GOOD = {
     "on": True,
     "drafted": 100,
@@ -31,6 +34,7 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.running, self.calls = folder, "", list[str]()
+        self.alternate = False  # another service that shares its cards is chosen
         self.bad: dict[str, HostError] = {}  # unit text -> how its start fails
         self.alpha: dict[str, float] = {}  # unit text -> acceptance
         self.images = {"engine:1", "engine:2", "engine:3"}
@@ -73,6 +77,8 @@ class Machine:
     ) -> dict[str, Any]:
         text = self.unit.read_text() if self.unit.exists() else ""
         answer = {"unit": unit, "state": "active" if self.running else "inactive", "seconds": 0.0}
+        if self.alternate:
+            return {**answer, "changed": False, "state": "alternate"}
         if self.running == text and not restart:
             return {**answer, "changed": False}
         if check:
@@ -85,6 +91,7 @@ class Machine:
         return {**answer, "changed": True, "state": "active", "seconds": 2.0}
 
     def prove(self, service: Any, key: Path | None, progress: Any) -> dict[str, Any]:
+        assert self.running, "who answers there is another service"
         found = Acceptance(50, 100, int(100 * (rate := self.alpha.get(self.running, 0.6))), rate, 1 + 2 * rate)
         return proof.judge(service, found)
 
@@ -150,6 +157,65 @@ def test_an_upgrade_that_does_not_start_is_undone(machine: Machine) -> None:
     assert setback["downtime_s"] >= 0
     assert machine.up(1)["changed"] is False
     assert proven.summary("chat")["setback"] is None, "what runs is what is wanted: there is no setback any more"
+
+
+def held(machine: Machine, number: int, check: bool = False, retry: bool = False, **more: Any) -> bool:
+    """What a play asks before it writes anything: whether the same was tried before, or a refusal."""
+    job = {"services": [{**machine.service(number, **more), **ASKED}], "retry": retry}
+    return bool(arguments.arguments(json.dumps(job), Recorder(), check)["changed"])
+
+
+def test_what_was_taken_back_is_not_tried_again_by_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.up(1, **ASKED)
+    machine.bad["unit 2"] = died("exit status 1")
+    diagnosed, older = machine.folder / "chat-now.txt", machine.folder / "chat-old.txt"
+    monkeypatch.setattr(diagnosis, "files", lambda name: [diagnosed, older])
+    diagnosed.touch()
+    older.touch()
+    os.utime(older, (0, 0))
+    os.utime(diagnosed, (time.time() + 60, time.time() + 60))  # written while the new one failed
+    fails("UPGRADE_UNDONE", machine.up, 2, **ASKED)
+    for check in (True, False):
+        error = fails("UPGRADE_HELD", held, machine, 2, check)
+        assert "START_FAILED: " in error.cause and "exit status 1" in error.cause and "not at its plan" in error.cause
+        assert (
+            "--retry" in error.fix and str(diagnosed) in error.fix and str(older) not in error.fix and error.status == 1
+        )
+    assert machine.running == machine.unit.read_text() == "unit 1"
+    held(machine, 1), held(machine, 2, k=4), held(machine, 3)  # another plan is another try
+    fails("UPGRADE_HELD", held, machine, 2)
+
+
+def test_another_image_behind_the_same_name_is_another_try(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.up(1, **ASKED)
+    machine.bad["unit 2"] = died()
+    fails("UPGRADE_UNDONE", machine.up, 2, **ASKED)
+    monkeypatch.setattr(docker_api, "inspect_image", lambda image: {"Id": "pulled again"})
+    held(machine, 2)
+
+
+def test_it_is_tried_again_on_purpose_also_after_an_interruption(machine: Machine) -> None:
+    machine.up(1, **ASKED)
+    machine.bad["unit 2"] = died()
+    fails("UPGRADE_UNDONE", machine.up, 2, **ASKED)
+    assert held(machine, 2, check=True, retry=True), "there is something to do"
+    fails("UPGRADE_HELD", held, machine, 2)
+    assert held(machine, 2, retry=True)
+    held(machine, 2)  # the run with --retry was interrupted: the next one goes on
+    fails("UPGRADE_UNDONE", machine.up, 2, **ASKED)
+    fails("UPGRADE_HELD", held, machine, 2)
+    del machine.bad["unit 2"]
+    held(machine, 2, retry=True)
+    machine.up(2, **ASKED)
+    held(machine, 2)
+
+
+def test_what_never_came_back_holds_nothing(machine: Machine) -> None:
+    """Nothing runs that could be lost: each `up` may try."""
+    machine.up(1, **ASKED)
+    machine.bad = {"unit 1": died("no card"), "unit 2": died("bad flag")}
+    fails("UPGRADE_STUCK", machine.up, 2, **ASKED)
+    held(machine, 2)
 
 
 def test_a_service_that_was_down_anyway_is_not_said_to_have_been_interrupted(machine: Machine) -> None:
@@ -245,6 +311,22 @@ def test_rollback_goes_back_and_says_how_to_stay(machine: Machine) -> None:
     plan = json.loads(machine.plan.read_text())
     assert plan["services"][0]["image"] == "engine:1" and plan["plan_hash"] != "x"
     assert switch.rollback("chat", Recorder())["to"] == "engine:2", "a second time goes forward again"
+
+
+def test_rollback_of_a_service_that_is_not_chosen_starts_nothing(machine: Machine) -> None:
+    machine.up(1)
+    machine.up(2)
+    first = (proven.Home("chat").get("previous") or {})["at"]
+    machine.alternate, machine.running = True, ""
+    calls = list(machine.calls)
+    done = switch.rollback("chat", Recorder())
+    assert done["changed"] and done["alternate"] and done["downtime_s"] is None
+    assert machine.calls == calls and machine.unit.read_text() == "unit 1"
+    now, previous = proven.Home("chat").get("proven"), proven.Home("chat").get("previous")
+    assert now and previous and (now["image"], now["at"], previous["image"]) == ("engine:1", first, "engine:2")
+    assert now["speculation"]["acceptance"] == 0.6, "what was proven then"
+    machine.alternate = False
+    assert machine.switch(1)["changed"] and machine.running == "unit 1", "chosen later, that is what runs"
 
 
 def test_rollback_of_what_was_never_proven_takes_the_proven_one(machine: Machine) -> None:

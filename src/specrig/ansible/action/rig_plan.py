@@ -20,6 +20,9 @@ from ansible.plugins.action import ActionBase
 from specrig.plan import HostPlan, plan_gateway, plan_hosts
 from specrig.runner import IMAGES_LOCK_NAME, LOCK_NAME
 
+# Names of the playbooks, for one run; no declarations.
+OF_A_PLAY = ("rig_plan", "rig_serial", "rig_retry")
+
 
 def read_lock(inventory_directory: str) -> Any:
     """What the locks of models and images beside the inventory hold, as one document; empty where there is none yet."""
@@ -106,7 +109,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         declared: dict[str, dict[str, Any]] = {}
         for host, variables in hosts.items():
             templar = self._templar.copy_with_new_env(available_variables=variables)
-            ours = [n for n in variables if (n.startswith("rig_") and n != "rig_plan") or n in more]
+            ours = [n for n in variables if (n.startswith("rig_") and n not in OF_A_PLAY) or n in more]
             declared[host] = {}
             try:
                 for name in ours:
