@@ -213,6 +213,13 @@ def _service(verbs: Any) -> None:
     )
     one.add_argument("--probe", type=float, nargs=3, default=(60, 60, 3), metavar=("INTERVAL", "TIMEOUT", "FAILURES"))
     one.add_argument("--restarts", type=int, default=5, help="in a row, before it gives up")
+    one.add_argument(
+        "--refused",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="a line of the engine that begins so is its last",
+    )
     one.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGS…")
     one = verbs.add_parser("diagnose", help="leave a file that says why a service failed")
     one.add_argument("name")
@@ -246,6 +253,7 @@ def _settings(args: argparse.Namespace) -> service.Settings:
         probe_timeout=timeout,
         probe_failures=int(failures),
         restarts=args.restarts,
+        refused_words=tuple(args.refused),
     )
 
 

@@ -66,6 +66,7 @@ class Settings:
     probe_timeout: float = 60
     probe_failures: int = 3
     restarts: int = 5
+    refused_words: tuple[str, ...] = ()  # how a line begins that says no to the command line
 
 
 class End(Exception):
@@ -198,6 +199,7 @@ class Service:
         self._tries_file = runtime / "tries.json" if runtime else None
         self._tries = 0
         self._ready_at: float | None = None
+        self._no = ""  # the engine's line that refuses the command line
         self._child: subprocess.Popen[bytes] | None = None
         self._healthy = False
         self._key: str | None = None
@@ -270,7 +272,8 @@ class Service:
         self._child = subprocess.Popen(
             self.settings.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        threading.Thread(target=self._listen, args=(self._child.stdout,), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(self._child.stdout,), daemon=True)
+        self._listener.start()
 
     def _listen(self, output: IO[bytes]) -> None:
         """Hand the engine's output on, and keep its lines for `_hear`."""
@@ -286,6 +289,8 @@ class Service:
         with self._heard:
             lines, self._lines = self._lines, []
         for line in lines:
+            if self.settings.refused_words and line.startswith(self.settings.refused_words):
+                self._no = line.strip()[:300]
             if found := phase_of(line):
                 self.report.enter(*found)
 
@@ -302,6 +307,10 @@ class Service:
                 cause = "the engine was killed: out of memory"
         if self._ready_at is None:
             cause += f" while {self.report.phase}"
+            self._listener.join(1)
+            self._hear()  # its last words
+            if self._no:
+                raise End(REFUSED, f"{cause}: {self._no}")
             if status in NO_USE_STATUS:
                 raise End(REFUSED, f"{cause}: the same command line will not do better")
         raise End(FAILED, cause)

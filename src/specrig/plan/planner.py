@@ -225,6 +225,7 @@ def _render(host: Host, service: Service, services: list[Service]) -> ServicePla
         conflicts=[_unit(other) for other in services if excludes(service, other)],
         probe=decl.probe.model_dump(),
         restarts=decl.restarts,
+        refused_words=list(service.speaking.refused_words),
         cache_key=_cache_key(service, models),
         vram=_memory(service),
         pair=pair_json(service),

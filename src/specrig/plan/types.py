@@ -434,6 +434,7 @@ class ServicePlan:
     conflicts: list[str]  # units that cannot run beside this one, declared before it first
     probe: dict[str, int]  # interval_s, timeout_s, failures
     restarts: int
+    refused_words: list[str]  # how a line of an engine begins whose parser says no, where its exit status does not tell
     cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another
     vram: dict[str, Any]
     pair: dict[str, Any]

@@ -147,6 +147,12 @@ def test_the_guard_is_mounted_and_named(action: Any) -> None:
     assert "/usr/local/lib/specrig/specrig_guard.py:/usr/local/lib/specrig/specrig_guard.py:ro" in command
 
 
+def test_words_of_refusal_reach_the_main_process(action: Any) -> None:
+    said = ["error: invalid argument: ", 'a "b" %n $x']
+    command = main_process(unit(action, {**planned(), "refused_words": said}))
+    assert [after for word, after in pairwise(command[: command.index("--")]) if word == "--refused"] == said
+
+
 def test_cards_are_named_to_docker_in_its_own_quotes(action: Any) -> None:
     service = planned(r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 2}]}, tensor_parallel=2))
     command = start(unit(action, service))

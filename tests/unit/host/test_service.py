@@ -172,6 +172,23 @@ def test_arguments_that_the_engine_refuses_are_not_tried_again(stage: Stage) -> 
     assert "will not do better" in stage.state()["detail"]
 
 
+NO = ("error: invalid argument: ", "error while handling argument ")
+
+
+@pytest.mark.parametrize(
+    "line", ["error: invalid argument: --bogus", 'error while handling argument "--parallel": stoi']
+)
+def test_an_engine_whose_exit_status_does_not_tell_is_understood_by_its_words(stage: Stage, line: str) -> None:
+    assert stage.play(stage.service("build: 1", line, "exit 1", refused_words=NO), stop=False) == REFUSED
+    assert stage.state()["detail"].endswith(line)
+
+
+def test_other_words_of_it_are_no_refusal(stage: Stage) -> None:
+    lines = ["srv error: invalid argument: x", "error: failed to load model", "exit 1"]
+    assert stage.play(stage.service(*lines, refused_words=NO), stop=False) == FAILED
+    assert stage.play(stage.service(f"{NO[0]}--bogus", "exit 1"), stop=False) == FAILED, "not this engine's words"
+
+
 def test_a_key_or_a_name_that_the_engine_does_not_know_is_not_tried_again(stage: Stage) -> None:
     (stage.directory / "key").write_text("another-key-entirely")
     assert stage.play(stage.service(), stop=False) == REFUSED

@@ -36,6 +36,7 @@ class Dialect:
     json_keys: tuple[tuple[str, str], ...]
     env_rows: tuple[tuple[str, str, str], ...]
     traits: Mapping[str, Any]
+    refused_words: tuple[str, ...]  # how a line begins that says no to the command line; (): exit status 2 says it
     metrics: Mapping[str, str]  # where the acceptance is read (host/acceptance.py)
     known: Mapping[str, bool]  # flags whose window was read exactly: is it accepted by this version?
     owned: frozenset[str]  # flags that the plan writes, in any version
@@ -110,6 +111,7 @@ def dialect(engine: str, version: str) -> Dialect:
         json_keys=tuple((row["key"], row["from"]) for row in now(tables["speculative_config"])),
         env_rows=tuple((row["name"], row["from"], row.get("value", "")) for row in now(tables["env"])),
         traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
+        refused_words=tuple(tables.get("refused_words", [])),
         metrics=now(tables["metrics"])[0]["read"],
         known={flag: any(row["flag"] == flag for row in now(tables["known"])) for flag in known},
         owned=frozenset(row["flag"] for row in tables["flags"] if row["flag"])
