@@ -25,10 +25,12 @@ from specrig.host import (
     diagnosis,
     docker_daemon,
     driver,
+    fans,
     gateway,
     images,
     job,
     keep,
+    machine,
     manifest,
     pad,
     preflight,
@@ -118,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--measure", type=float, metavar="S", help="instead: watts saved under the load of now, S seconds each way"
     )
+    one = verbs.add_parser(
+        "fan-curve", help="keep fans at their curve: a unit's main process", description=fans.__doc__
+    )
+    one.add_argument("job", nargs="?", help="the job of gpu-tuning as a JSON file, or - for standard input")
+    one.add_argument("--check", action="store_true", help="only look: which fans, and may they be set")
+    one.add_argument("--automatic", action="store_true", help="give back what such a process took")
     verbs.add_parser("cdi-check", help="is the list of cards for containers that of the running driver")
     one = verbs.add_parser("cuda-check", help="does CUDA work, here or in a container", description=cuda.__doc__)
     cuda.add_arguments(one)
@@ -335,6 +343,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         if args.measure:
             return tuning.measure(text, args.measure)
         return tuning.tuning(text, args.check, args.again, args.wait)
+    if args.verb == "fan-curve" and args.automatic:
+        given = fans.give_back(machine.Machine(), args.check)
+        return {"changed": bool(given), "given_back": given}
+    if args.verb == "fan-curve":
+        text = _document(args.job, stdin)
+        return fans.check(text) if args.check else fans.follow(text)
     if args.verb == "cdi-check":
         return preflight.cdi_check()
     if args.verb == "cuda-check":
@@ -411,7 +425,8 @@ def guarded(
             return code, {"ok": code == 0, **document}
         with Progress(
             progress_file,
-            quiet=args.verb in ("ready", "status", "preflight", "models", "serve", "cuda-check", "cdi-check"),
+            quiet=args.verb
+            in ("ready", "status", "preflight", "models", "serve", "cuda-check", "cdi-check", "fan-curve"),
         ) as progress:
             document = {"ok": True, **run_verb(args, progress, stdin)}
             return 0 if document["ok"] else FELL_SHORT, document

@@ -77,14 +77,19 @@ class CudaError(Exception):
         self.error = {"code": code, "cause": cause, "fix": fix}
 
 
+def bind(library: Any, prototypes: dict[str, list[Any]]) -> Any:
+    """The library, its functions told what they take; each answers a result. Raises AttributeError where one is missing."""
+    for name, arguments in prototypes.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    return library
+
+
 class Driver:
     """The driver API; a call that does not answer CUDA_SUCCESS raises CudaError CUDA_CALL."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library
-        for name, arguments in PROTOTYPES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, ctypes.c_int
+        self._library = bind(library, PROTOTYPES)
 
     def __call__(self, name: str, *arguments: Any) -> None:
         """Call `name`."""
