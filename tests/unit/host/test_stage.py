@@ -139,10 +139,10 @@ def test_kill_9_of_the_stager_alone_keeps_the_lock_with_the_download(tmp_path: P
     with hub_of(data, rate=1_000_000) as hub:
         job = tmp_path / "job.json"
         job.write_text(json.dumps(document(tmp_path / "models", hub.url, data)))
-        process = subprocess.Popen(
-            [PYTHON, program, "stage", job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        said = (tmp_path / "said").open("w")
+        process = subprocess.Popen([PYTHON, program, "stage", job], stdout=said, stderr=subprocess.STDOUT)
         while not hub.sent:
+            assert process.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.02)
         process.kill()
         process.wait()
