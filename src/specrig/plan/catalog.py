@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specrig.plan import versions
 
+CATALOG = "src/specrig/plan/catalog"  # where a person edits it, from the repository's root
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -174,6 +175,7 @@ class Catalog(Entry):
     engines: dict[str, Engine]
     drivers: Drivers
     profiles: dict[str, Profile]
+    docker: dict[str, list[str]]
 
 
 def read(name: str) -> Any:
@@ -191,6 +193,7 @@ def catalog() -> Catalog:
             "engines": read("catalog/engines.yml")["engines"],
             "drivers": read("catalog/drivers.yml"),
             "profiles": read("catalog/profiles.yml")["profiles"],
+            "docker": read("catalog/docker.yml")["options"],
         }
     )
 

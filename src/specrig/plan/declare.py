@@ -40,6 +40,7 @@ CONSTRAINT_CODES = {
     "rig_allow_from": "ALLOW_FROM_INVALID",
     "rig_docker_data_root": "DATA_ROOT_INVALID",
 }
+_OF_A_DRAFT = ("vocab", "draft_tensor_parallel")
 _CONSTRAINTS = ("pattern", "greater_than", "less_than", "literal_error", "finite_number")
 
 
@@ -107,11 +108,13 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     location = tuple(part for part in error["loc"] if part not in ("int", "str", "[key]"))
     kind, field = error["type"], next((part for part in reversed(location) if isinstance(part, str)), "")
     path = _path(prefix, location)
+    schema = "service.json" if model is ServiceDecl else "host.json"
     hidden = bool({"env", "rig_api_key", "rig_gateway_keys"} & set(location))
     value = "a hidden value" if hidden else show(error.get("input"))
     if kind == "extra_forbidden":
         siblings = model.model_fields if len(location) == 1 else ()
-        return finding("UNKNOWN_FIELD", f"{path} is not a field{nearest_word(field, siblings)}")
+        fix = f"correct the name; docs/schema/{schema} lists them all"
+        return finding("UNKNOWN_FIELD", f"{path} is not a field{nearest_word(field, siblings)}", fix)
     if kind == "missing":
         return finding("FIELD_MISSING", f"{path} is missing")
     if kind.endswith("too_long"):
@@ -122,7 +125,8 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     if any(part in kind for part in _CONSTRAINTS) and field in CONSTRAINT_CODES:
         return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {_said(error['msg'])}")
     if any(part in kind for part in _CONSTRAINTS) or kind.endswith("too_short"):
-        return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {_said(error['msg'])}")
+        fix = f"see docs/schema/{schema} for the range"
+        return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {_said(error['msg'])}", fix)
     return finding("WRONG_TYPE", f"{path} is {value}: {_said(error['msg'].split(',')[0])}")
 
 
@@ -135,21 +139,24 @@ def parse(model: type[M], value: Any, prefix: str = "") -> tuple[M | None, list[
         return None, list(dict.fromkeys(found))
 
 
-def host_declaration(declaration: Any) -> tuple[HostDecl, list[Finding]]:
-    """A host's rig_* variables. Faulty fields are reported and fall back to their default, so that all faults show."""
+def host_declaration(declaration: Any) -> tuple[HostDecl, list[Finding], frozenset[str]]:
+    """A host's rig_* variables, what is wrong with them, and the names of those that could not be read.
+
+    Such a variable falls back to its default, so that all faults show; a rule about it says nothing.
+    """
     if not isinstance(declaration, Mapping):
-        return HostDecl.model_validate({}), [finding("NOT_A_MAPPING", f"the host's variables are {show(declaration)}")]
+        found = [finding("NOT_A_MAPPING", f"the host's variables are {show(declaration)}")]
+        return HostDecl.model_validate({}), found, frozenset()
     try:
         ours = {k: plain(v) for k, v in declaration.items() if isinstance(k, str) and str(k).startswith("rig_")}
     except RecursionError:
-        return HostDecl.model_validate({}), [
-            finding("NESTED_TOO_DEEP", f"a rig_ variable nests deeper than {MAX_DEPTH}")
-        ]
+        found = [finding("NESTED_TOO_DEEP", f"a rig_ variable nests deeper than {MAX_DEPTH}")]
+        return HostDecl.model_validate({}), found, frozenset()
     decl, found = parse(HostDecl, ours)
+    unread = frozenset(str(error["loc"][0]) for error in _errors(HostDecl, ours)) if decl is None else frozenset()
     if decl is None:
-        broken = {str(error["loc"][0]) for error in _errors(HostDecl, ours)}
-        decl = HostDecl.model_validate({k: v for k, v in ours.items() if k not in broken})
-    return decl, found
+        decl = HostDecl.model_validate({k: v for k, v in ours.items() if k not in unread})
+    return decl, found, unread
 
 
 def _errors(model: type[Declared], value: Any) -> list[Any]:
@@ -187,10 +194,9 @@ def profile_of(decl: HostDecl, catalog: Catalog) -> tuple[Profile | None, list[F
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**base, **over}
     method = over.get("method")
-    if method in ("none", "ngram") and "draft" not in over:
-        merged["draft"] = None  # the base's draft belonged to the base's method, and so did its K
-    if method == "none" and "k" not in over:
-        merged["k"] = None
+    # The base's draft belonged to the base's method, and so did what goes with it.
+    gone = {"none": ("draft", *_OF_A_DRAFT, "k"), "ngram": ("draft", *_OF_A_DRAFT)}.get(str(method), ())
+    merged = {name: value for name, value in merged.items() if name in over or name not in gone}
     if isinstance(base.get("env"), dict) and isinstance(over.get("env"), dict):
         merged["env"] = {**base["env"], **over["env"]}
     return merged

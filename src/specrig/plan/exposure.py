@@ -20,8 +20,6 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 _SECRET_FLAGS = ("--api-key", "--hf-token", "--admin-api-key")
 _PARALLEL_FLAGS = ("--pipeline-parallel-size", "--data-parallel-size")
 _FORCED_SLOW = "awq"
-
-
 SYSTEM_DIRECTORIES = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"}
 
 
@@ -43,7 +41,7 @@ def bind_is_safe(s: Service) -> Iterator[Finding]:
         yield finding(
             "BIND_EXPOSED_WITHOUT_KEY", f"bind is {s.decl.bind}, reachable from the network, and rig_api_key is not set"
         )
-    if not s.host.decl.rig_allow_from:
+    if not s.host.decl.rig_allow_from and "rig_allow_from" not in s.host.unread:
         yield finding(
             "BIND_EXPOSED_TO_ALL",
             f"bind is {s.decl.bind}, reachable from the network, and rig_allow_from does not say who may come",
@@ -56,6 +54,32 @@ def is_published(s: Service) -> bool:
     return address is not None and not address.is_loopback
 
 
+def networks_fit_binds(host: Host, services: list[Service]) -> Iterator[Finding]:
+    """A published address is reached by its own kind of IP only; with networks of the other kind nobody may come."""
+    networks = [ipaddress.ip_network(network) for network in host.decl.rig_allow_from]
+    for s in services:
+        address = address_of(s.decl.bind)
+        if (
+            address is None
+            or not networks
+            or not is_published(s)
+            or any(n.version == address.version for n in networks)
+        ):
+            continue
+        other = {4: 6, 6: 4}[address.version]
+        any_of_other = {4: "0.0.0.0", 6: "::"}[other]  # noqa: S104  # a text for the fix
+        yield finding(
+            "ALLOW_FROM_FAMILY",
+            f"{s.name}: bind is {s.decl.bind}, which IPv{address.version} reaches; rig_allow_from has IPv{other} networks only",
+            f"rig_allow_from: an IPv{address.version} network too, or bind: {any_of_other}",
+        )
+
+
+def url_host(address: str) -> str:
+    """An address as URLs, and host:port, have it: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
 def published(services: Iterable[Service]) -> list[dict[str, Any]]:
     """Ports that the firewall guards: {bind, port, unit} of every service off loopback."""
     return [
@@ -63,43 +87,6 @@ def published(services: Iterable[Service]) -> list[dict[str, Any]]:
         for s in services
         if is_published(s)
     ]
-
-
-def docker_is_safe(host: Host, _services: list[Service]) -> Iterator[Finding]:
-    """Docker's own settings: no second owner for what has a variable, and no open API unnoticed."""
-    options = host.decl.rig_docker_daemon_options
-    for key in ("data-root", "graph"):
-        if key in options:
-            yield finding(
-                "DOCKER_OPTION_OWNED",
-                f"rig_docker_daemon_options sets {key} to {show(options[key])}, which has a variable of its own",
-            )
-    hosts = options.get("hosts")
-    hosts = [hosts] if isinstance(hosts, str) else hosts
-    if not isinstance(hosts, list):
-        return
-    open_to = [one for one in hosts if isinstance(one, str) and one.startswith("tcp://")]
-    if open_to and options.get("tlsverify") is not True:
-        yield finding(
-            "DOCKER_API_EXPOSED",
-            f"rig_docker_daemon_options has hosts: {show(open_to[0])} without tlsverify: who reaches it is root on this host",
-        )
-    if hosts:
-        yield finding(
-            "DOCKER_HOSTS_TWICE",
-            f"rig_docker_daemon_options has hosts ({len(hosts)}), and the packaged docker.service has -H as well",
-        )
-
-
-def docker_data_lies_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
-    """Docker's data and the models are in directories of their own."""
-    root, models = host.decl.rig_docker_data_root, host.decl.rig_models_root
-    if root is None:
-        return
-    if root.split("/")[1] in SYSTEM_DIRECTORIES:
-        yield finding("DATA_ROOT_INVALID", f"rig_docker_data_root is {root}, and /{root.split('/')[1]} is the system's")
-    elif f"{root}/".startswith(f"{models}/") or f"{models}/".startswith(f"{root}/"):
-        yield finding("DATA_ROOT_INVALID", f"rig_docker_data_root is {root} and rig_models_root is {models}")
 
 
 def engine_takes_a_key(s: Service) -> Iterator[Finding]:
@@ -176,6 +163,18 @@ def _bad_character(text: str) -> bool:
     return any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 or c in "\u2028\u2029" for c in text)
 
 
+def _secret_fix(s: Service, name: str) -> str:
+    """Where a secret of this name belongs; "" for the code's own words."""
+    word = name.upper().lstrip("-").replace("-", "_")
+    if word.startswith("HF_") or "HUGGING" in word:
+        return f"leave {name} out; rig_hub_token: it is used while staging only"
+    if not word.endswith("KEY"):
+        return f"leave {name} out: the engine needs no secret but its API key"
+    if not s.engine.key_env:
+        return f"leave {name} out: {s.engine.title} takes no key in secret; on loopback, the gateway before it asks for one"
+    return ""
+
+
 def _judged(s: Service, word: str) -> Iterator[Finding]:
     """The fault of one flag of extra_args, if it has one."""
     speaking, engine = s.speaking, s.decl.engine
@@ -189,8 +188,8 @@ def _judged(s: Service, word: str) -> Iterator[Finding]:
         return positive in flags or (not real and len(flag) > 4 and any(one.startswith(flag) for one in flags))
 
     if names(_SECRET_FLAGS):
-        fix = "rig_hub_token: it is used while staging only" if positive.startswith("--hf") else ""
-        yield finding("SECRET_IN_ARGS", f"extra_args has {flag}: every user of the host can read arguments", fix)
+        cause = f"extra_args has {flag}: every user of the host can read arguments"
+        yield finding("SECRET_IN_ARGS", cause, _secret_fix(s, flag))
     elif names(_PARALLEL_FLAGS):
         yield finding(
             "PARALLELISM_UNSUPPORTED", f"extra_args has {flag}: the memory account knows tensor_parallel only"
@@ -235,7 +234,8 @@ def environment_is_clean(s: Service) -> Iterator[Finding]:
         if not _ENV_NAME.match(name):
             yield finding("ENV_NAME_INVALID", f"env has {show(name)}, which is no variable name")
         elif _SECRET_ENV.search(name):
-            yield finding("SECRET_IN_ENV", f"env has {name}: docker inspect shows it to everyone")
+            cause = f"env has {name}: docker inspect shows it to everyone"
+            yield finding("SECRET_IN_ENV", cause, _secret_fix(s, name))
         elif _bad_character(value):
             yield finding("CONTROL_CHARACTER", f"env {name} holds a control character")
         elif name in s.speaking.owned_env:

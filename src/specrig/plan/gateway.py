@@ -16,7 +16,7 @@ from typing import Any
 
 from specrig.plan.command import TARGET_PATH
 from specrig.plan.declare import host_declaration, nearest_word, show
-from specrig.plan.exposure import address_of, key_faults
+from specrig.plan.exposure import address_of, key_faults, url_host
 from specrig.plan.planner import plan_hosts
 from specrig.plan.refusals import CODES, finding
 from specrig.plan.types import Finding, GatewayDecl, HostPlan, ServicePlan
@@ -82,7 +82,7 @@ def plan_gateway(
     plans: Mapping[str, HostPlan] | None = None,
 ) -> GatewayPlan:
     """The plan of gateway `name`. `rigs`: all rigs' variables by name, with `ansible_host`; `plans`: theirs, when they are made already."""
-    decl, found = host_declaration(declaration)
+    decl, found, _ = host_declaration(declaration)
     wanted = decl.rig_gateway or GatewayDecl()
     chosen = [rig for rig in (wanted.rigs if wanted.rigs is not None else rigs) if rig in rigs]
     for rig in [rig for rig in wanted.rigs or [] if rig not in rigs]:
@@ -118,10 +118,6 @@ def plan_gateway(
     )
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _where(name: str, variables: Mapping[str, Any]) -> str:
     """How a host is reached, as the inventory says."""
     address = variables.get("ansible_host")
@@ -142,7 +138,7 @@ def _listen(name: str, declaration: Mapping[str, Any], wanted: GatewayDecl) -> d
         "tls": tls,
         "email": wanted.email or "",
         "loopback": bool(address and address.is_loopback),
-        "url": f"{'https' if tls else 'http'}://{_bracketed(host)}{'' if port == usual else f':{port}'}/v1",
+        "url": f"{'https' if tls else 'http'}://{url_host(host)}{'' if port == usual else f':{port}'}/v1",
     }
 
 
@@ -153,16 +149,22 @@ def _listening(wanted: GatewayDecl, listen: Mapping[str, Any], own: tuple[Servic
         return
     if wanted.tls and not wanted.server_name:
         yield finding("GATEWAY_TLS_NAME", f"rig_gateway.tls is {wanted.tls}, and there is no server_name")
+    if wanted.email and wanted.tls != "acme":
+        cause = f"rig_gateway.email is {show(wanted.email)}, and only a public authority (tls: acme) would be told it"
+        yield finding("FIELD_UNUSED", cause, "leave email out, or tls: acme")
     if wanted.tls == "acme" and wanted.server_name:
         name = wanted.server_name.lower()
         if "." not in name or address_of(name) or name.endswith(tuple(f".{end}" for end in _PRIVATE_NAMES)):
             yield finding("GATEWAY_ACME_UNREACHABLE", f"server_name {show(name)} is no public name")
         elif port != _TLS_PORT or address.is_loopback:
             yield finding(
-                "GATEWAY_ACME_UNREACHABLE", f"it would be asked on port {_TLS_PORT}; this is {wanted.bind}:{port}"
+                "GATEWAY_ACME_UNREACHABLE",
+                f"it would be asked on port {_TLS_PORT}; this is {url_host(wanted.bind)}:{port}",
             )
     if not listen["tls"] and not address.is_loopback:
-        yield finding("GATEWAY_PLAIN_HTTP", f"{wanted.bind}:{port} is reachable from the network, without TLS")
+        yield finding(
+            "GATEWAY_PLAIN_HTTP", f"{url_host(wanted.bind)}:{port} is reachable from the network, without TLS"
+        )
     for service in own:
         for taken in service.ports:
             there = address_of(taken["bind"])
@@ -245,6 +247,6 @@ def _join(
     pool["upstreams"].append({
         "rig": rig,
         "service": service.name,
-        "url": f"http://{_bracketed(host)}:{port['port']}",
+        "url": f"http://{url_host(host)}:{port['port']}",
         "key_file": None if not service.key_env else f"{CREDENTIALS}/{service.name}" if here else f"{UPSTREAMS}/{rig}",
     })  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specrig.plan import vram
+from specrig.plan.dialects import dialect
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Model, Service
 from specrig.plan.types import MAX_K_UNMEASURED, Finding
@@ -55,10 +56,8 @@ def vocabularies_meet(s: Service) -> Iterator[Finding]:
                 "vocab: pad",
             )
         elif not s.speaking.traits["heterogeneous_vocab"]:
-            fix = "vocab: pad" if d < t else "version: 0.25.0 or newer"
-            yield finding(
-                "VOCAB_MODE_VERSION", f"{widths}; {s.version} can not map vocabularies, 0.25.0 is the first", fix
-            )
+            why, way = _no_mapping(s)
+            yield finding("VOCAB_MODE_VERSION", f"{widths}; {why}", "vocab: pad" if d < t else way)
         elif s.tp > 1:
             yield finding(
                 "HETEROGENEOUS_UNTRIED",
@@ -72,15 +71,20 @@ def vocabularies_meet(s: Service) -> Iterator[Finding]:
             f"{widths}; {s.engine.title} takes a difference of {gap}, and a GGUF file can not be padded here",
         )
     elif s.vocab == "unlike":
-        yield finding(
-            "VOCAB_DRAFT_WIDER", f"{widths}; a draft can be padded, not cut, and {s.version} can not map vocabularies"
-        )
+        why, way = _no_mapping(s)
+        yield finding("VOCAB_DRAFT_WIDER", f"{widths}; a draft can be padded, not cut, and {why}", way)
     elif d > t:
-        yield finding(
-            "VOCAB_PAD_IMPOSSIBLE",
-            f"{widths}; padding widens a draft, it can not narrow one",
-            "vocab: heterogeneous (0.25.0 or newer)",
-        )
+        way = "vocab: heterogeneous" if s.speaking.traits["heterogeneous_vocab"] else _no_mapping(s)[1]
+        yield finding("VOCAB_PAD_IMPOSSIBLE", f"{widths}; padding widens a draft, it can not narrow one", way)
+
+
+def _no_mapping(s: Service) -> tuple[str, str]:
+    """That this version maps no vocabularies, and what to do about it: the engine's first version that does, if there is one."""
+    can = [v for v in s.engine.versions if dialect(s.decl.engine, v).traits["heterogeneous_vocab"]]
+    if not can:
+        return f"{s.engine.title} can not map vocabularies", "another draft"
+    why = f"{s.engine.title} {s.version} can not map vocabularies, {can[0]} is the first"
+    return why, f"vocab: heterogeneous with version: {can[0]} or newer, or another draft"
 
 
 def pair_makes_sense(s: Service) -> Iterator[Finding]:

@@ -5,16 +5,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrig.plan import compat, exposure, versions
-from specrig.plan.catalog import Catalog, Gpu, catalog, gpu_named
+from specrig.plan.catalog import CATALOG, Catalog, Gpu, catalog, gpu_named
 from specrig.plan.command import DRAFT_PATH, DRAIN_S, FILES_PATH, TARGET_PATH, values
-from specrig.plan.declare import host_declaration, host_facts, parse, profile_of, service_declarations, show
+from specrig.plan.declare import (
+    host_declaration,
+    host_facts,
+    nearest_word,
+    parse,
+    profile_of,
+    service_declarations,
+    show,
+)
 from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
-from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve
+from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve, unknown_models
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.tuning import tuning_job
-from specrig.plan.types import DriverClaim, Facts, Finding, GpuClaim, HostDecl, HostPlan, ServicePlan
+from specrig.plan.types import DriverClaim, Facts, Finding, GpuClaim, HostDecl, HostPlan, ModelRef, ServicePlan
 
+ADD_CARD = f"add the card to {CATALOG}/gpus.yml"
 HUB_ENDPOINT = "https://huggingface.co"
 # Who the engine is: a number that no person and no dynamic user of systemd has, in group 0, which owns its key and its cache.
 ENGINE_USER = "61000:0"
@@ -42,7 +51,7 @@ def plan_hosts(
 
 def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     known = catalog()
-    decl, found = host_declaration(declaration)
+    decl, found, unread = host_declaration(declaration)
     facts, more = host_facts(raw_facts)
     profile, faults = profile_of(decl, known)
     found = [*found, *more, *faults, *lock.findings]
@@ -52,9 +61,11 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     found += faults
     driver, branch = _driver_of(decl, facts)
     label = str(name) if isinstance(name, str) else show(name)
-    clear = all(f.code not in ("GPU_UNKNOWN", "GPU_CLAIM_MISMATCH", "WRONG_TYPE", "FACTS_INVALID") for f in found)
-    host = Host(label, decl, cards, clear, driver, branch, facts, known)
+    clear = not unread & {"rig_gpus", "rig_profile"}
+    clear = clear and all(f.code not in ("GPU_UNKNOWN", "GPU_CLAIM_MISMATCH", "FACTS_INVALID") for f in found)
+    host = Host(label, decl, cards, clear, driver, branch, facts, known, unread)
     services: list[Service] = []
+    unknown: list[ModelRef] = []
     if not (decl.rig_profile is not None and profile is None and not decl.rig_services):
         declared, faults = service_declarations(decl, profile)
         found += [f for f in faults if f.code != "NOTHING_DECLARED" or not found]
@@ -62,6 +73,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
             service, faults = resolve(item, host, lock)
             found += faults
             services += [service] if service else []
+            unknown += [] if service else unknown_models(item, host, lock)
     for service in services:
         found += [_named(service, f) for rule in SERVICE_RULES for f in rule(service)]
     found += [f for rule in HOST_RULES for f in rule(host, services)]
@@ -69,7 +81,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     return HostPlan(
         host=_host_json(host, services),
         services=tuple(_render(host, service, services) for service in services),
-        models=tuple(_models(host, services)),
+        models=(*_models(host, services), *map(_to_lock, unknown)),
         images=tuple(_images(services)),
         driver=_driver(host, services),
         refusals=tuple(f for f in found if CODES[f.code].level == "refusal"),
@@ -105,10 +117,10 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
     for claim in claims:
         gpu = known.gpus.get(claim.name)
         if gpu is None:
-            fix = f"rig_gpus: one of {', '.join(known.gpus)}, or add the card to catalog/gpus.yml"
-            found.append(
-                finding("GPU_UNKNOWN", f"rig_gpus names {show(claim.name)}, which the catalog does not have", fix)
-            )
+            near = nearest_word(claim.name, known.gpus)
+            fix = f"rig_gpus: one of {', '.join(known.gpus)}, or {ADD_CARD}"
+            cause = f"rig_gpus names {show(claim.name)}, which the catalog does not have{near}"
+            found.append(finding("GPU_UNKNOWN", cause, fix))
         else:
             claimed += [(claim.name, gpu, claim)] * claim.count
     if facts.gpus is None or found:
@@ -119,8 +131,8 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
     seen = [gpu_named(fact.name) for fact in facts.gpus]
     unknown = [fact.name for fact, key in zip(facts.gpus, seen, strict=True) if key is None]
     if unknown:
-        fix = "add the card to catalog/gpus.yml"
-        return (), [finding("GPU_UNKNOWN", f"the host has a {show(unknown[0])}, which the catalog does not have", fix)]
+        cause = f"the host has a {show(unknown[0])}, which the catalog does not have"
+        return (), [finding("GPU_UNKNOWN", cause, ADD_CARD)]
     names = [key for key in seen if key is not None]
     if claims and sorted(names) != sorted(key for key, _, _ in claimed):
         cause = f"declared: {_count([k for k, _, _ in claimed])}; the host has: {_count(names)}"
@@ -288,6 +300,19 @@ def _models(host: Host, services: list[Service]) -> list[dict[str, Any]]:
                 wanted.append(_artefact(root, service.draft, service.target.config.vocab_size))
         out.update({item["id"]: item for item in wanted})
     return list(out.values())
+
+
+def _to_lock(ref: ModelRef) -> dict[str, Any]:
+    """A model that nothing is known of, as `./rig models lock` needs it: of a plan that is refused, so nobody else reads it."""
+    return {
+        "id": f"{ref.repo}@{ref.revision or 'unlocked'}",
+        "repo": ref.repo,
+        "revision": ref.revision,
+        "file": ref.file,
+        "files": [],
+        "path": None,
+        "derive": None,
+    }
 
 
 def _images(services: list[Service]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specrig.plan.exposure import url_host
 from specrig.plan.gateway import GatewayPlan
 from specrig.plan.types import Finding, HostPlan, ServicePlan
 
@@ -30,7 +31,7 @@ def gateways(plans: Mapping[str, GatewayPlan]) -> str:
 def _gateway(name: str, plan: GatewayPlan) -> Iterator[str]:
     state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
     yield f"{name}    gateway at {plan.listen['url']}{state}"
-    yield f"  listens    {plan.listen['bind']}:{plan.listen['port']}, {plan.listen['tls'] or 'no'} TLS; clients: {', '.join(plan.clients)}"
+    yield f"  listens    {url_host(plan.listen['bind'])}:{plan.listen['port']}, {plan.listen['tls'] or 'no'} TLS; clients: {', '.join(plan.clients)}"
     for pool in plan.pools:
         yield f"  {pool['model']}    {pool['target']}"
         for upstream in pool["upstreams"]:
@@ -86,6 +87,8 @@ def _tuning(job: Mapping[str, Any]) -> str:
         return "the cards' own limits, and sleep as it was"
     limits = []
     for card in job["cards"]:
+        if card["watts"] is None and card["percent"] is None:
+            continue  # refused: the refusal says so
         limit = f"{card['watts']} W" if card["watts"] is not None else f"{card['percent']} % of the default limit"
         clocks = f", or {card['clocks_mhz'][0]} to {card['clocks_mhz'][1]} MHz" if card["clocks_mhz"] else ""
         which = "all cards" if card["gpu"] == "all" else f"card {card['gpu']}"
@@ -115,7 +118,7 @@ def _service(s: ServicePlan) -> Iterator[str]:
         yield f"    {'target' if model['path_in_container'] == '/models/target' else 'draft':<8} {model['artefact']}"
     yield from _pair(s.pair)
     for port in s.ports:
-        yield f"    listens  {port['bind']}:{port['port']} as {s.served_name}"
+        yield f"    listens  {url_host(port['bind'])}:{port['port']} as {s.served_name}"
     yield f"    unit     {s.unit}"
     if s.p2p:
         yield f"    cards    talk {TALK[s.p2p]}"

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from specrig.plan import versions, vram
-from specrig.plan.catalog import Catalog, Engine, Gpu, ModelConfig
+from specrig.plan.catalog import CATALOG, Catalog, Engine, Gpu, ModelConfig
 from specrig.plan.declare import parse, show
 from specrig.plan.dialects import Dialect, dialect, method_works
 from specrig.plan.refusals import finding
@@ -165,6 +165,7 @@ class Host:
     driver_branch: int | None
     facts: Facts
     catalog: Catalog
+    unread: frozenset[str] = frozenset()  # variables that could not be read: decl has their defaults
 
     @cached_property
     def driver_key(self) -> versions.Key | None:
@@ -295,7 +296,9 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
         config = known.config
     else:
         cause = f"{ref.repo} is neither locked nor in the catalog: its size and vocabulary are unknown"
-        return None, [finding("MODEL_UNKNOWN", cause, "add the model to catalog/models.yml")]
+        return None, [
+            finding("MODEL_UNKNOWN", cause, f"./rig models lock asks the hub; or add the model to {CATALOG}/models.yml")
+        ]
     sizes = {f.path: f.size for f in locked.files} if locked else known.files if known else {}
     several = [path for path in sizes if path.endswith(".gguf") and gguf_parts(path)[0] == path]
     file = ref.file or (several[0] if len(several) == 1 else None)
@@ -318,6 +321,12 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
         file=file,
     )
     return model, []
+
+
+def unknown_models(decl: ServiceDecl, host: Host, lock: Lock) -> list[ModelRef]:
+    """The models of a service of which neither lock nor catalog know anything: what the lock is still to be asked for."""
+    refs = [decl.target, *([decl.draft] if decl.draft else [])]
+    return [ref for ref in refs if any(f.code == "MODEL_UNKNOWN" for f in model_of(ref, lock, host.catalog)[1])]
 
 
 def vocab_mode(decl: ServiceDecl, method: Method, target: Model, draft: Model | None, traits: Mapping[str, Any]) -> str:
@@ -479,5 +488,5 @@ def _version_findings(decl: ServiceDecl, engine: Engine) -> Iterator[Finding]:
         yield finding("VERSION_TOO_OLD", cause, f"version: {newest}")
     else:
         near = min(engine.versions, key=lambda v: [abs(a - b) for a, b in zip(versions.key(v), at, strict=True)])
-        fix = f"version: {near}, or add it to catalog/engines.yml"
+        fix = f"version: {near}, or add it to {CATALOG}/engines.yml"
         yield finding("VERSION_UNKNOWN", f"version {decl.version} is not in the catalog (newest: {newest})", fix)

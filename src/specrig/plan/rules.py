@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from specrig.plan import compat, exposure, memory, pairing, topology, tuning
+from specrig.plan import compat, docker, exposure, idle, memory, pairing, topology, tuning
 from specrig.plan.resolve import Host, Service
 from specrig.plan.types import Finding
 
@@ -39,6 +39,7 @@ SERVICE_RULES: list[ServiceRule] = [
     exposure.arguments_are_ours,
     exposure.environment_is_clean,
     compat.version_is_safe,
+    idle.service_fields,
 ]
 HOST_RULES: list[HostRule] = [
     compat.driver_is_consistent,
@@ -49,8 +50,11 @@ HOST_RULES: list[HostRule] = [
     memory.cards_are_shared_within_bounds,
     exposure.ports_are_free,
     exposure.key_is_strong,
+    exposure.networks_fit_binds,
     exposure.models_lie_apart,
     exposure.mok_password_is_there,
-    exposure.docker_is_safe,
-    exposure.docker_data_lies_apart,
+    docker.docker_options_are_typed,
+    docker.docker_is_safe,
+    docker.docker_data_lies_apart,
+    idle.host_fields,
 ]

@@ -35,6 +35,12 @@ def limits_are_possible(host: Host, _services: list[Service]) -> Iterator[Findin
         yield finding("GPU_TUNING_CONTRADICTION", cause, "min_mhz below max_mhz")
     if decl.clock_lock is not None and not list(_entries(decl)):
         yield finding("GPU_TUNING_CONTRADICTION", "clock_lock is set, and no power limit that it could stand in for")
+    # One card may be named by its index and by its UUID.
+    meant = [(card.gpu, [c.index for c in _named(host, card.gpu)]) for card in decl.cards]
+    said = [numbers[0] if len(numbers) == 1 else gpu for gpu, numbers in meant]
+    for twice in {number: None for number in said if said.count(number) > 1}:
+        cause = f"rig_gpu_tuning.cards names {show(twice)} twice"
+        yield finding("GPU_TUNING_CONTRADICTION", cause, "each card once")
     for path, entry in _entries(decl):
         if (entry.power_w is None) == (entry.power_percent is None):
             both = (

@@ -174,7 +174,9 @@ class ServiceDecl(Declared):
     p2p: Literal["auto", "off", "nvlink"] = Field(
         "auto", description="how two cards talk; auto: NVLink where it is, else through the host's memory"
     )
-    gpus: list[int | str] | None = Field(None, max_length=16, description="indices or UUIDs; default: the first ones")
+    gpus: list[int | str] | None = Field(
+        None, min_length=1, max_length=16, description="indices or UUIDs; default: the first ones"
+    )
     bind: Text = Field("127.0.0.1", description="host address that the port is published on")
     port: int = Field(8000, ge=1024, le=65535)
     served_name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$", description="default: name")

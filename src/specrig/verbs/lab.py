@@ -40,7 +40,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "cards", parents=[shared], help="let a host look as if it had these cards: lspci sees them, no driver does"
     )
     plug.add_argument("name", metavar="NAME")
-    plug.add_argument("cards", nargs="*", metavar="CARD", help="names of catalog/gpus.yml; none takes them out")
+    plug.add_argument(
+        "cards", nargs="*", metavar="CARD", help="names of src/specrig/plan/catalog/gpus.yml; none takes them out"
+    )
 
     listing = actions.add_parser("list", parents=[shared], help="all hosts of all labs")
     listing.add_argument("--json", action="store_true")

@@ -92,6 +92,8 @@ def gguf_files(plans: Mapping[str, HostPlan]) -> dict[str, set[str]]:
         repos = {artefact["id"]: artefact["repo"] for artefact in plan.models}
         for model in (model for service in plan.services for model in service.models if model.get("file")):
             found.setdefault(repos[model["artefact"]], set()).add(model["file"])
+        for unknown in (artefact for artefact in plan.models if artefact.get("file")):
+            found.setdefault(unknown["repo"], set()).add(unknown["file"])
     return found
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from specrig.plan import plan_host
+from specrig.plan import plan_host, render
 from tests.unit.plan.tiny import r1, service, tiny, tiny_lock
 
 P = "rtx4090_r1_14b"
@@ -15,6 +15,15 @@ def _deep() -> dict[str, Any]:
     deep: dict[str, Any] = {}
     deep["rig_gpus"] = [deep]
     return deep
+
+
+KEY = {"rig_api_key": "k" * 32}
+LIMIT = {"gpu": 0, "power_w": 300}
+REPO = {"repository_url": "https://repo.example/debian13/x86_64"}
+
+
+def docker(options: dict[str, Any]) -> dict[str, Any]:
+    return {"rig_profile": P, "rig_docker_daemon_options": options}
 
 
 OPEN = {"rig_allow_from": ["192.0.2.0/24"]}
@@ -85,7 +94,7 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(max_num_seqs=256), "SPEC_HIGH_CONCURRENCY", "256"),
     (r1(max_num_seqs=0), "CONCURRENCY_INVALID", "0"),
     (r1(draft={"repo": "alamios/DeepSeek-R1-DRAFT-Qwen2.5-0.5B"}, max_model_len=33024), "DRAFT_CONTEXT_SHORT", "32768"),
-    (r1(host={"rig_gpus": [{"name": "rtx_4091"}]}), "GPU_UNKNOWN", "rtx_4091"),
+    (r1(host={"rig_gpus": [{"name": "rtx_4091"}]}), "GPU_UNKNOWN", "did you mean rtx_4090?"),
     (r1(host={"rig_gpus": []}), "DEVICE_NEEDS_GPU", "no card"),
     (r1(host={"rig_gpus": [{"name": "rtx_4090", "count": 99}]}), "GPU_COUNT_INVALID", "99"),
     (r1(host={"rig_gpus": [{"name": "tesla_p40"}]}), "GPU_TOO_OLD", "6.1"),
@@ -97,7 +106,30 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(port=22), "PORT_INVALID", "22"),
     (r1(port=70000), "PORT_INVALID", "70000"),
     (r1(bind="0.0.0.0", host=OPEN), "BIND_EXPOSED_WITHOUT_KEY", "0.0.0.0"),
-    (r1(bind="::", host=OPEN), "BIND_EXPOSED_WITHOUT_KEY", "::"),
+    (r1(bind="::", host={"rig_allow_from": ["2001:db8::/32"]}), "BIND_EXPOSED_WITHOUT_KEY", "::"),
+    (r1(bind="::", host={**OPEN, **KEY}), "ALLOW_FROM_FAMILY", "IPv4 networks only"),
+    (r1(bind="192.0.2.10", host={"rig_allow_from": ["2001:db8::/32"], **KEY}), "ALLOW_FROM_FAMILY", "IPv6 networks"),
+    (r1(bind="192.0.2.10", host={"rig_allow_from": "192.0.2.0/24", **KEY}), "WRONG_TYPE", "rig_allow_from"),
+    (r1(gpus=[]), "VALUE_OUT_OF_RANGE", "gpus"),
+    (r1(host={"rig_gpus": "rtx_4090"}), "WRONG_TYPE", "rig_gpus"),
+    (r1(host={"rig_driver": {"reboot": "allow"}}), "FIELD_UNUSED", "rig_driver.reboot is 'allow', and source is none"),
+    (r1(host={"rig_driver": {"branch": 580, "source": "distro", **REPO}}), "FIELD_UNUSED", "repository_url"),
+    (r1(host={"rig_docker_data_root_existing": "leave"}), "FIELD_UNUSED", "rig_docker_data_root is not set"),
+    (r1(method="none", min_acceptance=0.4), "FIELD_UNUSED", "min_acceptance is 0.4, and nothing is drafted"),
+    (service("rtx4090_r1_14b_sglang", "r1-14b", min_acceptance=0.4), "FIELD_UNUSED", "SGLang does not say"),
+    (r1(method="none", vocab="pad"), "FIELD_UNUSED", "vocab is 'pad', and method none has no draft"),
+    (r1(method="ngram", draft_tensor_parallel=1), "FIELD_UNUSED", "draft_tensor_parallel"),
+    (tiny(gpu_memory_utilization=0.5), "FIELD_UNUSED", "device is cpu"),
+    (r1(p2p="off"), "FIELD_UNUSED", "tensor_parallel is 1"),
+    (r1(host={"rig_gpu_tuning": {"cards": [LIMIT, LIMIT]}}), "GPU_TUNING_CONTRADICTION", "names 0 twice"),
+    (r1(host={"rig_gpu_tuning": {"cards": [LIMIT, {**LIMIT, "gpu": "GPU-1"}]}}), "GPU_TUNING_CONTRADICTION", "twice"),
+    (docker({"log-opts": {"max-file": 3}}), "DOCKER_OPTION_TYPE", "log-opts.max-file is 3; Docker takes text"),
+    (docker({"live-restore": "true"}), "DOCKER_OPTION_TYPE", "live-restore is 'true'; Docker takes true or false"),
+    (docker({"max-concurrent-downloads": True}), "DOCKER_OPTION_TYPE", "a whole number"),
+    (docker({"registry-mirrors": "https://m.example"}), "DOCKER_OPTION_TYPE", "a list of text"),
+    (docker({"dns": ["192.0.2.1", 5]}), "DOCKER_OPTION_TYPE", "dns[1] is 5; Docker takes text"),
+    (docker({"default-ulimits": {"nofile": 5}}), "DOCKER_OPTION_TYPE", "nofile is 5; Docker takes a mapping"),
+    (docker({"features": {"cdi": "yes"}}), "DOCKER_OPTION_TYPE", "features.cdi"),
     (r1(bind="192.0.2.10", host={"rig_api_key": "k" * 32}), "BIND_EXPOSED_TO_ALL", "192.0.2.10"),
     ({"rig_profile": P, "rig_allow_from": ["192.0.2.5/24"]}, "ALLOW_FROM_INVALID", "192.0.2.5/24"),
     ({"rig_profile": P, "rig_allow_from": ["lan"]}, "ALLOW_FROM_INVALID", "rig_allow_from[0]"),
@@ -210,6 +242,54 @@ def test_a_lock_with_an_absurd_size() -> None:
     lock = tiny_lock()
     lock["models"]["specrig-lab/tiny-target"]["files"][1]["size"] = 10**5000
     assert [f.code for f in plan_host("bad", {"rig_profile": "cpu_demo"}, lock).refusals] == ["LOCK_INVALID"]
+
+
+def test_fixes_name_what_is_there() -> None:
+    def fix(declaration: Any, code: str) -> str:
+        return next(found.fix for found in plan_host("bad", declaration).refusals if found.code == code)
+
+    assert "docs/schema/service.json" in fix(r1(max_model_length=1), "UNKNOWN_FIELD")
+    assert "docs/schema/host.json" in fix({"rig_profile": P, "rig_speculate": False}, "UNKNOWN_FIELD")
+    unknown = fix(r1(target={"repo": "nobody/nothing"}), "MODEL_UNKNOWN")
+    assert unknown.startswith("./rig models lock") and "src/specrig/plan/catalog/models.yml" in unknown
+    assert "rig_hub_token" in fix(r1(env={"HF_TOKEN": "x"}), "SECRET_IN_ENV")
+    assert "rig_api_key" in fix(r1(env={"VLLM_API_KEY": "x"}), "SECRET_IN_ENV")
+    keyless = fix(service("rtx4090_r1_14b_sglang", "r1-14b", extra_args=["--api-key", "x"]), "SECRET_IN_ARGS")
+    assert "rig_api_key" not in keyless and "gateway" in keyless
+    wider = r1(vocab="heterogeneous", method="draft_model")
+    assert fix({**wider, "rig_profile": "rtx4090_r1_14b_sglang"}, "VOCAB_MODE_VERSION") == "vocab: pad"
+
+
+def test_mapping_vocabularies_is_told_in_the_engines_own_versions() -> None:
+    def cause(profile: str, **over: Any) -> str:
+        found = plan_host("bad", service(profile, "r1-14b", vocab="heterogeneous", **over)).refusals
+        return next(one.cause for one in found if one.code == "VOCAB_MODE_VERSION")
+
+    assert "vLLM 0.16.0 can not map vocabularies, 0.25.0 is the first" in cause(P, version="0.16.0")
+    assert cause("rtx4090_r1_14b_sglang").endswith("SGLang can not map vocabularies")
+
+
+def test_a_model_nobody_knows_is_there_to_be_locked() -> None:
+    plan = plan_host("bad", r1(target={"repo": "nobody/nothing", "file": "a.gguf"}))
+    assert [(m["repo"], m["revision"], m["file"]) for m in plan.models] == [("nobody/nothing", None, "a.gguf")]
+
+
+def test_switching_speculation_off_makes_no_field_idle() -> None:
+    assert plan_host("host", r1(min_acceptance=0.4, host={"rig_speculation": False})).ok
+
+
+def test_a_method_takes_what_belonged_to_the_profiles_draft_along() -> None:
+    assert plan_host("host", service("rtx4090_r1_14b_article", "r1-14b", method="none")).ok
+
+
+def test_no_limit_is_not_shown_as_one() -> None:
+    plans = {"bad": plan_host("bad", r1(host={"rig_gpu_tuning": {"cards": [{"gpu": 0}]}}))}
+    assert "None" not in render.table(plans)
+
+
+def test_ipv6_is_shown_in_brackets() -> None:
+    host = {"rig_allow_from": ["2001:db8::/32"], **KEY}
+    assert "listens  [2001:db8::5]:8000 as" in render.table({"v6": plan_host("v6", r1(bind="2001:db8::5", host=host))})
 
 
 def test_a_misspelt_service_name_is_told_the_profiles() -> None:

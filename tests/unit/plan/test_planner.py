@@ -296,7 +296,6 @@ def test_what_is_on_loopback_needs_no_rules() -> None:
     ("options", "codes"),
     [
         ({"hosts": ["tcp://0.0.0.0:2375", "unix:///run/docker.sock"]}, {"DOCKER_API_EXPOSED", "DOCKER_HOSTS_TWICE"}),
-        ({"hosts": "tcp://0.0.0.0:2375"}, {"DOCKER_API_EXPOSED", "DOCKER_HOSTS_TWICE"}),
         ({"hosts": ["tcp://0.0.0.0:2376"], "tlsverify": True}, {"DOCKER_HOSTS_TWICE"}),
         ({"hosts": [], "log-driver": "local"}, set()),
     ],
