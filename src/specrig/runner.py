@@ -19,6 +19,7 @@ DEFAULT_INVENTORY = ROOT / "inventory" / "hosts.yml"
 HOST_NAME = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]{0,252}")
 LOCK_NAME = "models.lock.yml"
 IMAGES_LOCK_NAME = "images.lock.yml"
+_GATEWAYS_OWN = {"rig_gateway", "rig_gateway_keys"}
 
 
 def tool(name: str) -> str:
@@ -76,13 +77,13 @@ def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> 
     command = [tool("ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks" / f"{name}.yml"), *arguments]
     settings = environment({"ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json", "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"})
     done = subprocess.run(command, cwd=ROOT, env=settings, check=False, capture_output=True, text=True)
-    start = done.stdout.find("{")
-    if start < 0:
+    start = re.search(r"^\{", done.stdout, re.MULTILINE)  # lines of progress may stand before it
+    if not start:
         raise CannotRun(
             f"ansible-playbook {name}.yml gave no result: {(done.stderr or done.stdout).strip()[-600:]}",
             "the line above names the cause",
         )
-    result: dict[str, Any] = json.loads(done.stdout[start:])
+    result: dict[str, Any] = json.loads(done.stdout[start.start() :])
     return result
 
 
@@ -103,6 +104,15 @@ def load_hosts(
         )
     data = json.loads(done.stdout)
     variables = data.get("_meta", {}).get("hostvars", {})
+    gateways = group_members(data, "gateways")
+    stray = [host for host in variables if host not in gateways and _GATEWAYS_OWN & set(variables[host])]
+    if stray:  # nobody would read them
+        name = min(_GATEWAYS_OWN & set(variables[stray[0]]))
+        raise CannotRun(
+            f"{stray[0]} has {name}, and the group `gateways` of {inventory} has {', '.join(gateways) or 'no host'}",
+            f"put {stray[0]} under `gateways:` too, or take {name} out (variables of all gateways: `gateways: {{vars: …}}`)",
+            "GATEWAY_NOT_IN_GROUP",
+        )
     members = group_members(data, group)
     if not members:
         raise CannotRun(

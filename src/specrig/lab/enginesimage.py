@@ -16,13 +16,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrig.lab import hubhost, images, paths
+from specrig.lab import hubhost, images, paths, scripted
 from specrig.lab.errors import LabError
-from specrig.lab.hosts import LABEL
 from specrig.lab.parallel import parallel
 from specrig.lab.progress import Progress
 
@@ -84,16 +84,25 @@ def ensure(client: Any) -> str:
     Built when this machine lacks it and pushed when the registry lacks it; nothing is done when the registry has it.
     """
     tag = image_tag(images.base_tag("debian-12"))
+
+    def make() -> None:
+        if not images.present(client, tag):
+            build(client, tag)
+
+    return offered(client, REPOSITORY, VERSION, tag, make)
+
+
+def offered(client: Any, repository: str, version: str, tag: str, make: Callable[[], None]) -> str:
+    """`tag` in the lab's registry under its version; made (`make`) and pushed only where the registry lacks it."""
     exact = tag.rpartition(":")[2]
-    with paths.exclusive(REPOSITORY):
+    with paths.exclusive(repository):
         where = hubhost.ensure(client)
-        if not registry_has(where.registry_local, exact, VERSION):
-            if not registry_has(where.registry_local, exact):
-                if not images.present(client, tag):
-                    build(client, tag)
-                push(client, tag, where.registry_local)
-            retag(where.registry_local, exact, VERSION)
-    return f"{where.registry}/{REPOSITORY}:{VERSION}"
+        if not registry_has(where.registry_local, exact, version, repository=repository):
+            if not registry_has(where.registry_local, exact, repository=repository):
+                make()
+                push(client, tag, where.registry_local, repository)
+            retag(where.registry_local, exact, version, repository)
+    return f"{where.registry}/{repository}:{version}"
 
 
 def wheelhouse(wheels: list[Wheel], folder: Path, say: Progress) -> None:
@@ -201,33 +210,13 @@ def build(client: Any, tag: str) -> None:
         # The one waits for the network, the other for the processor.
         parallel([lambda: wheelhouse(wheels, folder, say), lambda: images.ensure_base(client, "debian-12")])
         base = images.base_tag("debian-12")
-        container = client.containers.create(
-            base,
-            command=["sh", "/tmp/build.sh", *(w.file for w in wheels)],  # noqa: S108 - inside the container
-            labels={LABEL: "", "specrig.build": "1"},
-            volumes={str(folder): {"bind": "/wheels", "mode": "ro"}},
-        )
-        try:
-            with images.context({"build.sh": SCRIPT.read_bytes()}) as script:
-                container.put_archive("/tmp", script)  # noqa: S108
-            container.start()
-            tail: list[str] = []
-            for raw in container.logs(stream=True, follow=True):
-                for line in raw.decode(errors="replace").splitlines():
-                    tail = [*tail[-14:], line]
-                    if line.startswith("== "):
-                        say.phase(line[3:])
-                    elif line.strip():
-                        say.detail(line.strip()[:110])
-            if container.wait()["StatusCode"] != 0:
-                raise LabError(
-                    "LAB_ENGINE_IMAGE", "the engine's image did not build:\n    " + "\n    ".join(tail), "see above"
-                )
+        volumes = {str(folder): {"bind": "/wheels", "mode": "ro"}}
+        with scripted.ran(
+            client, base, SCRIPT, [w.file for w in wheels], volumes, "the engine's image", say
+        ) as container:
             say.phase("committing")
             repository, _, version = tag.rpartition(":")
             container.commit(repository, version, changes=_CHANGES)
-        finally:
-            container.remove(force=True)
         say.done(f"built {tag}, {client.images.get(tag).attrs['Size'] / 1e6:.0f} MB")
 
 

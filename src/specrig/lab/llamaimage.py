@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specrig.lab import enginesimage, hubhost, images, paths
+from specrig.lab import enginesimage, images, paths, scripted
 from specrig.lab.errors import LabError
-from specrig.lab.hosts import LABEL
 from specrig.lab.progress import Progress
 
 VERSION = "b11434"
@@ -36,14 +35,7 @@ def ensure(client: Any) -> str:
     base = images.ensure_base(client, "debian-12")
     files = images.recipe(DOCKERFILE) | {"llama-server": server.read_bytes()}
     tag = images.ensure(client, f"{REPOSITORY}:{VERSION}-", DOCKERFILE, files, base, "llama.cpp image")
-    exact = tag.rpartition(":")[2]
-    with paths.exclusive(REPOSITORY):
-        where = hubhost.ensure(client)
-        if not enginesimage.registry_has(where.registry_local, exact, VERSION, repository=REPOSITORY):
-            if not enginesimage.registry_has(where.registry_local, exact, repository=REPOSITORY):
-                enginesimage.push(client, tag, where.registry_local, REPOSITORY)
-            enginesimage.retag(where.registry_local, exact, VERSION, REPOSITORY)
-    return f"{where.registry}/{REPOSITORY}:{VERSION}"
+    return enginesimage.offered(client, REPOSITORY, VERSION, tag, lambda: None)
 
 
 def binary(client: Any) -> Path:
@@ -87,25 +79,6 @@ def download(source: Path, say: Progress) -> None:
 
 def _compile(client: Any, source: Path, out: Path, say: Progress) -> None:
     base = images.ensure_base(client, "debian-12")
-    container = client.containers.create(
-        base,
-        command=["sh", "/tmp/build.sh", str(JOBS), VERSION.removeprefix("b")],  # noqa: S108 - inside the container
-        labels={LABEL: "", "specrig.build": "1"},
-        volumes={str(source): {"bind": "/source", "mode": "ro"}, str(out): {"bind": "/out", "mode": "rw"}},
-    )
-    try:
-        with images.context({"build.sh": SCRIPT.read_bytes()}) as script:
-            container.put_archive("/tmp", script)  # noqa: S108
-        container.start()
-        tail: list[str] = []
-        for raw in container.logs(stream=True, follow=True):
-            for line in raw.decode(errors="replace").splitlines():
-                tail = [*tail[-14:], line]
-                if line.startswith("== "):
-                    say.phase(line[3:])
-                elif line.strip():
-                    say.detail(line.strip()[:110])
-        if container.wait()["StatusCode"] != 0:
-            raise LabError("LAB_ENGINE_IMAGE", "llama.cpp did not build:\n    " + "\n    ".join(tail), "see above")
-    finally:
-        container.remove(force=True)
+    volumes = {str(source): {"bind": "/source", "mode": "ro"}, str(out): {"bind": "/out", "mode": "rw"}}
+    with scripted.ran(client, base, SCRIPT, [str(JOBS), VERSION.removeprefix("b")], volumes, "llama.cpp", say):
+        pass

@@ -14,8 +14,7 @@ from specrig.lab import Lab, gguf, tiny
 from specrig.lab.parallel import parallel
 from specrig.staging.lock import lock_model
 from specrig.staging.registry import Registry, changes, lock_image
-from specrig.verbs import images
-from specrig.verbs.models import save
+from specrig.verbs import locks
 
 
 def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True, profile: str = "cpu_demo") -> Path:
@@ -44,10 +43,10 @@ def up(lab: Lab, hosts: Mapping[str, str], *, engine: bool = True, profile: str 
 def lock_engine(inventory: Path, image: str, registry: Registry) -> None:
     """Lock the engine's image beside the inventory; an entry that is still right keeps its date."""
     path = runner.lock_path(inventory, runner.IMAGES_LOCK_NAME)
-    locked = images.read(path)
+    locked = locks.read(path, "images")
     entry = lock_image(image, registry, datetime.datetime.now(tz=datetime.UTC).date().isoformat())
     if changes(locked.get(image, {}), entry):
-        images.save(path, {**locked, image: entry})
+        locks.save(path, "images", {**locked, image: entry})
 
 
 def declare(inventory: Path, hub_url: str, registry: str, profile: str = "cpu_demo") -> None:
@@ -74,4 +73,4 @@ def publish_pair(lab: Lab, inventory: Path, hub: str, *, gguf_too: bool = False)
             lab.publish_model(one.repo, one.revision, one.directory)
             file = next(one.directory.glob("*.gguf")).name
             locked[one.repo] = lock_model(one.repo, one.revision, hub, only=[file])
-    save(runner.lock_path(inventory), locked)
+    locks.save(runner.lock_path(inventory), "models", locked)

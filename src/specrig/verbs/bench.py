@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from specrig import runner
 from specrig.bench.converge import converge
 from specrig.bench.staging import staging
-from specrig.console import say
+from specrig.verbs.answers import add_json, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +19,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     verb.add_argument("-i", "--inventory", help="inventory of hosts that are up already (default: inventory/hosts.yml)")
     verb.add_argument("--repeats", type=int, default=3, help="interleaved runs of each kind (default 3)")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(verb)
     verb.set_defaults(run=run)
     verb = bench.add_parser(
         "staging", help="wall and CPU of staging, against `hf download` and a plain copy with sha256sum"
@@ -33,7 +32,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.add_argument(
         "--hf", action="store_true", help="also `hf download`, installed into a virtual environment of its own"
     )
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(verb)
     verb.set_defaults(run=run_staging)
 
 
@@ -41,16 +40,13 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     inventory = runner.inventory_path(options.inventory)
     hosts = runner.load_hosts(inventory)
-    result = {"hosts": len(hosts)} | converge(inventory, options.repeats, runner.ROOT / ".rig" / "bench")
-    if options.json:
-        say(json.dumps(result, indent=2))
-        return 0
-    say(f"{len(hosts)} host(s), median of {options.repeats} interleaved runs, nothing to change")
+    measured = {"hosts": len(hosts)} | converge(inventory, options.repeats, runner.ROOT / ".rig" / "bench")
+    lines = [f"{len(hosts)} host(s), median of {options.repeats} interleaved runs, nothing to change"]
     for kind in ("specrig", "stock"):
-        row = result[kind]
+        row = measured[kind]
         counts = f"{row['tasks']:>3} tasks {row['round_trips']:>4} round trips"
-        say(f"  {kind:<8} {counts} {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s controller CPU")
-    say(f"  wall ratio {result['wall_ratio']}")
+        lines.append(f"  {kind:<8} {counts} {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s controller CPU")
+    result(options, measured, [*lines, f"  wall ratio {measured['wall_ratio']}"])
     return 0
 
 
@@ -58,22 +54,22 @@ def run_staging(options: argparse.Namespace) -> int:
     """Measure and print."""
     state = runner.ROOT / ".rig" / "bench" / "staging"
     state.mkdir(parents=True, exist_ok=True)
-    result = staging(state, int(options.size * 1e9), options.files, options.repeats, options.hf)
-    if options.json:
-        say(json.dumps(result, indent=2))
-        return 0
-    say(f"{options.size:g} GB in {options.files} files from loopback, median of {options.repeats} interleaved runs")
+    measured = staging(state, int(options.size * 1e9), options.files, options.repeats, options.hf)
+    lines = [
+        f"{options.size:g} GB in {options.files} files from loopback, median of {options.repeats} interleaved runs"
+    ]
     for kind, what in (
         ("ours", "staged, verified, published"),
         ("ours_again", "a second run: nothing to do"),
         ("hf", "hf download: no checksum compared"),
         ("copy", "cp, sha256sum, sync"),
     ):
-        if row := result.get(kind):
-            say(
+        if row := measured.get(kind):
+            lines.append(
                 f"  {kind:<10} {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s CPU {row['peak_mb']:>5} MB peak  {what}"
             )
     for kind in ("hf", "copy"):
-        if f"speed_against_{kind}" in result:
-            say(f"  ours against {kind}: {result[f'speed_against_{kind}']:.2f} times as fast")
+        if f"speed_against_{kind}" in measured:
+            lines.append(f"  ours against {kind}: {measured[f'speed_against_{kind}']:.2f} times as fast")
+    result(options, measured, lines)
     return 0

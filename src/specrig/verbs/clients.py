@@ -12,7 +12,8 @@ from typing import Any
 
 from specrig import runner
 from specrig.clients import Endpoint, endpoints, settings
-from specrig.console import CannotRun, confirm, say
+from specrig.console import CannotRun, confirm
+from specrig.verbs.answers import add_inventory, result
 from specrig.verbs.plan import make_all_plans
 
 
@@ -22,14 +23,13 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "clients", help="settings for curl, the OpenAI SDKs, Cline, OpenHands, Continue, Cursor; no key in them"
     )
     verb.add_argument("name", nargs="?", metavar="NAME", help="one client (default: all)")
-    verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
+    add_inventory(verb)
     verb.add_argument(
         "--endpoint", metavar="HOST/SERVICE", help="or gateway/HOST (default: the first; gateways come first)"
     )
     verb.add_argument("--client", help="whose key at a gateway (default: the first of its clients)")
     verb.add_argument("--show-key", action="store_true", help="print the key too, after asking")
     verb.add_argument("--yes", action="store_true", help="do not ask")
-    verb.add_argument("--json", action="store_true", help="print one JSON object, with all endpoints")
     verb.set_defaults(run=run)
 
 
@@ -98,17 +98,14 @@ def run(options: argparse.Namespace) -> int:
     key = ""
     if options.show_key and chosen.key_path and confirm("Print the key to this terminal?", yes=options.yes):
         key = read_key(inventory, chosen)
-    if options.json:
-        document = {
-            e.name: {
-                "url": e.url, "base": e.base, "models": dict(e.models), "tunnel": e.tunnel, "ca": e.fetch_ca,
-                "key": {"host": e.host, "path": e.key_path}, "clients": settings(e),
-            }
-            for e in found
-        }  # fmt: skip
-        say(json.dumps({"endpoints": document} | ({"key": key} if key else {}), indent=2))
-    else:
-        say("\n".join(describe(chosen, [e.name for e in found if e is not chosen], options.name)))
-        if key:
-            say(f"\nkey: {key}")
+    document = {
+        e.name: {
+            "url": e.url, "base": e.base, "models": dict(e.models), "tunnel": e.tunnel, "ca": e.fetch_ca,
+            "key": {"host": e.host, "path": e.key_path}, "clients": settings(e),
+        }
+        for e in found
+    }  # fmt: skip
+    lines = describe(chosen, [e.name for e in found if e is not chosen], options.name)
+    lines += [f"\nkey: {key}"] if key else []
+    result(options, {"endpoints": document} | ({"key": key} if key else {}), lines)
     return 1 if options.name and not known[options.name]["usable"] else 0

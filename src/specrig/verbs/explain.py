@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from specrig.console import CannotRun, say
+from specrig.console import CannotRun
 from specrig.host import findings
 from specrig.host.errors import CODES as HOST_CODES
 from specrig.plan import refusals
+from specrig.plan.declare import nearest_word
+from specrig.verbs.answers import add_json, result
 
 # The second part is said by a role, not by the host program.
 RIG_CODES = HOST_CODES | {
@@ -19,6 +21,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """Add the verb."""
     verb = verbs.add_parser("explain", help="what a code means, and what to do about it")
     verb.add_argument("code", nargs="?", metavar="CODE", help="all codes are listed when none is given")
+    add_json(verb)
     verb.set_defaults(run=run)
 
 
@@ -27,23 +30,27 @@ def run(options: argparse.Namespace) -> int:
     if options.code is None:
         titles = {code: entry.title for code, entry in refusals.CODES.items()} | RIG_CODES
         titles |= {code: entry.title for code, entry in findings.CODES.items()}
-        for code, title in sorted(titles.items()):
-            say(f"{code:<28} {title}")
+        titles = dict(sorted(titles.items()))
+        result(options, {"codes": titles}, [f"{code:<28} {title}" for code, title in titles.items()])
         return 0
     code = options.code.upper()
     if code in refusals.CODES:
-        say(refusals.explain(code))
+        entry = refusals.CODES[code]
+        document = {"level": entry.level, "title": entry.title, "why": entry.why, "fix": entry.fix}
+        text = refusals.explain(code)
     elif code in findings.CODES:
         found = findings.CODES[code]
-        say(f"{code} ({found.level} of preflight): {found.title}\n\nFix: {found.fix}")
+        document = {"level": found.level, "title": found.title, "fix": found.fix}
+        text = f"{code} ({found.level} of preflight): {found.title}\n\nFix: {found.fix}"
     elif code in RIG_CODES:
-        say(
-            f"{code}: {RIG_CODES[code]}\nSaid by the program on the rig; the message beside it names the figures and the next step."
-        )
+        document = {"title": RIG_CODES[code]}
+        beside = "Said by the program on the rig; the message beside it names the figures and the next step."
+        text = f"{code}: {RIG_CODES[code]}\n{beside}"
     else:
         raise CannotRun(
-            f"no code is called {options.code}",
+            f"no code is called {options.code}{nearest_word(code, [*refusals.CODES, *findings.CODES, *RIG_CODES])}",
             "./rig explain lists those with a page; any other message says all it knows where it appears",
             "UNKNOWN_CODE",
         )
+    result(options, {"code": code, **document}, [text])
     return 0

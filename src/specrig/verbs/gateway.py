@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specrig import runner
-from specrig.console import CannotRun, say
-from specrig.verbs.status import host_reports
+from specrig.console import CannotRun
+from specrig.verbs.answers import add_inventory, error_lines, reports, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verbs."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
-    shared.add_argument("--json", action="store_true", help="print one JSON object")
+    add_inventory(shared)
     verb = verbs.add_parser(
         "gateway", parents=[shared], help="the rigs behind each gateway: up, down or drained, and what runs"
     )
@@ -35,14 +34,13 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def ask(inventory: Path, argv: list[str]) -> dict[str, dict[str, Any]]:
     """Each gateway's answer to a verb of the host program, or {"error": why there is none}."""
     gateways = runner.load_hosts(inventory, group="gateways")
-    reports = host_reports(runner.playbook_json("gateway", inventory, ["-e", json.dumps({"gateway_argv": argv})]))
-    return {name: reports.get(name, {"error": "no answer"}) for name in gateways}
+    return reports(runner.playbook_json("gateway", inventory, ["-e", json.dumps({"gateway_argv": argv})]), gateways)
 
 
 def lines(name: str, report: dict[str, Any]) -> list[str]:
     """A gateway's account for a person."""
     if "error" in report:
-        return [f"{name}: {report['error']}"]
+        return error_lines(name, report["error"])
     asked = ", ".join(f"{client} {count}" for client, count in sorted(report["clients"].items())) or "none yet"
     text = [f"{name}: requests by client since the relay started: {asked}"]
     for row in report["upstreams"]:
@@ -57,12 +55,9 @@ def lines(name: str, report: dict[str, Any]) -> list[str]:
 
 def show(options: argparse.Namespace) -> int:
     """Print what each gateway sees; 1 when one does not answer or has a rig down."""
-    reports = ask(runner.inventory_path(options.inventory), ["gateway"])
-    if options.json:
-        say(json.dumps({"gateways": reports}, indent=2))
-    else:
-        say("\n".join(line for name, report in reports.items() for line in lines(name, report)))
-    return 1 if any("error" in r or any(u["up"] is False for u in r["upstreams"]) for r in reports.values()) else 0
+    found = ask(runner.inventory_path(options.inventory), ["gateway"])
+    result(options, {"gateways": found}, [line for name, report in found.items() for line in lines(name, report)])
+    return 1 if any("error" in r or any(u["up"] is False for u in r["upstreams"]) for r in found.values()) else 0
 
 
 def drain(options: argparse.Namespace, on: bool) -> int:
@@ -71,16 +66,18 @@ def drain(options: argparse.Namespace, on: bool) -> int:
     if not 0 <= wait <= 86400:
         raise CannotRun(f"--wait {wait:g} is not a number of seconds", "--wait 600", "BAD_WAIT")
     argv = ["drain" if on else "undrain", "--wait", f"{wait:g}", "--", options.rig]
-    reports = ask(runner.inventory_path(options.inventory), argv)
-    if options.json:
-        say(json.dumps({"gateways": reports}, indent=2))
-        return 1 if any("error" in r or (on and r["running"]) for r in reports.values()) else 0
-    for name, report in reports.items():
-        if "error" in report:
-            say(f"{name}: {report['error']}")
-        elif on:
-            rest = f"; {report['running']} still run there" if report["running"] else "; nothing runs there"
-            say(f"{name}: {options.rig} gets no new requests{rest}")
-        else:
-            say(f"{name}: {options.rig} gets requests again")
-    return 1 if any("error" in r or (on and wait and r["running"]) for r in reports.values()) else 0
+    found = ask(runner.inventory_path(options.inventory), argv)
+    result(
+        options, {"gateways": found}, [line for name, r in found.items() for line in drained(name, options.rig, r, on)]
+    )
+    return 1 if any("error" in r or (on and wait and r["running"]) for r in found.values()) else 0
+
+
+def drained(name: str, rig: str, report: dict[str, Any], on: bool) -> list[str]:
+    """What became of a drain, for a person."""
+    if "error" in report:
+        return error_lines(name, report["error"])
+    if not on:
+        return [f"{name}: {rig} gets requests again"]
+    rest = f"{report['running']} still run there" if report["running"] else "nothing runs there"
+    return [f"{name}: {rig} gets no new requests; {rest}"]

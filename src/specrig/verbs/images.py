@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specrig import runner
-from specrig.console import CannotRun, say
-from specrig.files import write_atomically
+from specrig.console import CannotRun
 from specrig.host.progress import amount
 from specrig.plan import HostPlan
 from specrig.staging.registry import Registry, changes, lock_image
-from specrig.verbs import models_store
-from specrig.verbs.plan import add_host_arguments, make_plans
+from specrig.verbs import locks, models_store
+from specrig.verbs.answers import add_host_arguments, result, tell
+from specrig.verbs.plan import make_plans
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,9 +24,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb = images.add_parser(
         "lock", help="resolve each planned image to its digest, in images.lock.yml beside the inventory"
     )
-    add_host_arguments(verb)
-    verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
-    verb.add_argument("--check", action="store_true", help="only say what moved upstream; 1 when something did")
+    locks.add_arguments(verb)
     verb.add_argument(
         "--at",
         action="append",
@@ -40,14 +35,12 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.set_defaults(run=run)
     verb = images.add_parser("list", help="engine images on each host, who uses them, and the space left")
     verb.set_defaults(run=lambda options: ask(options, []))
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
     add_host_arguments(verb)
     verb = images.add_parser(
         "prune", help="images that neither the plan, nor what is proven, nor any container uses; --apply removes them"
     )
     verb.add_argument("--apply", action="store_true", help="remove them")
     verb.add_argument("--archives", action="store_true", help="the files of unused images too")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
     add_host_arguments(verb)
     verb.set_defaults(run=lambda options: ask(options, prune_argv(options)))
 
@@ -103,46 +96,35 @@ def run(options: argparse.Namespace) -> int:
     """Add what is missing to the lock; a locked image stays as it is unless --update."""
     inventory = runner.inventory_path(options.inventory)
     path = runner.lock_path(inventory, runner.IMAGES_LOCK_NAME)
-    locked, plans = read(path), make_plans(inventory, options.hosts)
+    locked, plans = locks.read(path, "images"), make_plans(inventory, options.hosts)
     registry = Registry(addresses(options.at), without_tls(plans))
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     moved = failed = False
+    told: dict[str, dict[str, Any]] = {}
     for image in wanted(plans):
         before = locked.get(image, {})
         if before and not (options.update or options.check):
-            say(f"{image}: locked at {before['digest']}")
+            tell(options, f"{image}: locked at {before['digest']}")
+            told[image] = {"digest": before["digest"], "changes": []}
             continue
         try:
             entry = lock_image(image, registry, today)
         except CannotRun as error:
             if not options.check:
                 raise
-            say(f"{image}: {error}")  # the other images are still to be looked at
+            tell(options, f"{image}: {error}")  # the other images are still to be looked at
+            told[image] = {"error": {"code": error.code, "cause": error.cause, "fix": error.fix}}
             failed = True
             continue
         differences = changes(before, entry) if before else ["not locked yet"]
         moved = moved or bool(differences)
-        say(f"{image}: {entry['digest']}, {len(entry['layers'])} layers, {amount(entry['size'])} compressed")
+        tell(options, f"{image}: {entry['digest']}, {len(entry['layers'])} layers, {amount(entry['size'])} compressed")
         for line in differences if before else []:
-            say(f"  {line}")
+            tell(options, f"  {line}")
+        told[image] = {"digest": entry["digest"], "changes": differences}
         locked[image] = entry if differences else before
-    if options.check:
-        return 1 if moved or failed else 0
-    save(path, locked)
-    say(f"wrote {path}")
-    return 0
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The images of the lock at `path`; empty where there is none."""
-    try:
-        images = (yaml.safe_load(path.read_text()) or {}).get("images") if path.exists() else None
-    except (yaml.YAMLError, AttributeError) as error:
-        raise CannotRun(f"{path} is no lock: {error}", f"take {path.name} from git again", "LOCK_INVALID") from error
-    return images or {}
-
-
-def save(path: Path, images: dict[str, Any]) -> None:
-    """Write the lock."""
-    text = yaml.safe_dump({"images": images}, sort_keys=True, allow_unicode=True, width=160)
-    write_atomically(path, f"# Written by ./rig images lock. Commit it: it is what every rig will run.\n{text}")
+    if not options.check:
+        locks.save(path, "images", locked)
+    wrote = [] if options.check else [f"wrote {path}"]
+    result(options, {"lock": str(path), "written": not options.check, "images": told}, wrote)
+    return 1 if options.check and (moved or failed) else 0

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from specrig import runner
-from specrig.console import CannotRun, confirm, say
+from specrig.console import CannotRun, confirm
 from specrig.files import write_atomically
 from specrig.plan import catalog
+from specrig.verbs.answers import add_json, result, tell
 
 # Neither part begins with a dash: ssh would take it for an option.
 HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._][A-Za-z0-9._-]*)@)?(?P<address>[A-Za-z0-9:][A-Za-z0-9:._-]*)")
@@ -34,6 +35,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.add_argument("--profile", help="profile to use (default: the first that fits the cards)")
     verb.add_argument("-i", "--inventory", help="file to write or extend (default: inventory/hosts.yml)")
     verb.add_argument("--yes", action="store_true", help="do not ask")
+    add_json(verb)
     verb.set_defaults(run=run)
 
 
@@ -97,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     profile = options.profile
     if profile is None:
         cards = look_at(host)
-        say(f"cards: {', '.join(f'{count} × {name}' for name, count in cards.items()) or 'none'}")
+        tell(options, f"cards: {', '.join(f'{count} × {name}' for name, count in cards.items()) or 'none'}")
         fitting = catalog.profiles_for(dict(cards))
         if not fitting:
             raise CannotRun(
@@ -128,6 +130,12 @@ def run(options: argparse.Namespace) -> int:
     )
     write_atomically(path, yaml.safe_dump(data, sort_keys=False))
     with_inventory = f" -i {options.inventory}" if options.inventory else ""
-    say(f"wrote {name} ({profile}) to {path}" + (f"; as it was, comments too: {backup}" if backup.exists() else ""))
-    say(f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}")
+    result(
+        options,
+        {"host": name, "profile": profile, "inventory": str(path), "backup": str(backup) if backup.exists() else None},
+        [
+            f"wrote {name} ({profile}) to {path}" + (f"; as it was, comments too: {backup}" if backup.exists() else ""),
+            f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}",
+        ],
+    )
     return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 
 from specrig.console import complain
 from specrig.lab import Lab, LabError, cards, cleanup, engine, hosts, rigs
 from specrig.lab.images import DISTRIBUTIONS
+from specrig.verbs.answers import add_json, result
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,9 +22,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--lab", default="lab", metavar="NAME", help="which lab (default: lab)")
     shared.add_argument("--yes", action="store_true", help="install and start a Docker Engine without asking")
+    answering = argparse.ArgumentParser(add_help=False, parents=[shared])
+    add_json(answering)
 
     up = actions.add_parser(
-        "up", parents=[shared], help="bring hosts up, ready for ./rig up; prints the inventory's path"
+        "up", parents=[answering], help="bring hosts up, ready for ./rig up; prints the inventory's path"
     )
     up.add_argument("names", nargs="*", default=["alpha"], metavar="NAME[=OS]", help="host names (default: alpha)")
     up.add_argument("--os", default="debian-13", choices=list(DISTRIBUTIONS), help="of hosts that name none")
@@ -37,7 +39,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     ssh.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
 
     plug = actions.add_parser(
-        "cards", parents=[shared], help="let a host look as if it had these cards: lspci sees them, no driver does"
+        "cards", parents=[answering], help="let a host look as if it had these cards: lspci sees them, no driver does"
     )
     plug.add_argument("name", metavar="NAME")
     plug.add_argument(
@@ -45,9 +47,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
     listing = actions.add_parser("list", parents=[shared], help="all hosts of all labs")
-    listing.add_argument("--json", action="store_true")
+    add_json(listing)
 
-    down = actions.add_parser("down", parents=[shared], help="remove hosts, and the hub after the last one")
+    down = actions.add_parser("down", parents=[answering], help="remove hosts, and the hub after the last one")
     down.add_argument("names", nargs="*", metavar="NAME", help="host names (default: all of the lab)")
     down.add_argument("--all", action="store_true", help="all labs, with their images, models and caches")
 
@@ -62,7 +64,8 @@ def _up(args: argparse.Namespace) -> int:
     pairs = [name.partition("=") for name in args.names]
     wanted = {name: os_name or args.os for name, _, os_name in pairs}
     lab = Lab(args.lab, args.yes)
-    print(lab.up(wanted) if args.bare else rigs.up(lab, wanted, engine=not args.no_engine))
+    inventory = str(lab.up(wanted) if args.bare else rigs.up(lab, wanted, engine=not args.no_engine))
+    result(args, {"inventory": inventory}, [inventory])
     return 0
 
 
@@ -82,17 +85,16 @@ def _ssh(args: argparse.Namespace) -> int:
 def _cards(args: argparse.Namespace) -> int:
     lab = Lab(args.lab, args.yes)
     cards.plug(lab.client.containers.get(_running(lab, args.name).container), args.cards)
-    print(f"{args.name} looks like a machine with {', '.join(args.cards) or 'no cards'}")
+    told = f"{args.name} looks like a machine with {', '.join(args.cards) or 'no cards'}"
+    result(args, {"host": args.name, "cards": args.cards}, [told])
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
     client = engine.connect()
     found = hosts.find(client) if client else []
-    if args.json:
-        print(json.dumps({"hosts": [asdict(host) for host in found]}))
-    for host in found if not args.json else []:
-        print(f"{host.lab:12} {host.name:20} {host.os:10} {host.status:8} {host.address}")
+    lines = [f"{host.lab:12} {host.name:20} {host.os:10} {host.status:8} {host.address}" for host in found]
+    result(args, {"hosts": [asdict(host) for host in found]}, lines)
     return 0
 
 
@@ -100,10 +102,12 @@ def _down(args: argparse.Namespace) -> int:
     client = engine.connect()
     if client is None:
         complain("no Docker Engine answers, so no lab host is here")
+        result(args, {"removed": []})
         return 0
     if args.all:
-        print(", ".join(f"{number} {what}" for what, number in cleanup.everything(client).items()), "removed")
+        counts = cleanup.everything(client)
+        result(args, {"removed": counts}, [", ".join(f"{n} {what}" for what, n in counts.items()) + " removed"])
         return 0
     gone = Lab(args.lab, client=client).down(args.names)
-    print(f"removed: {', '.join(gone) or 'nothing'}")
+    result(args, {"removed": gone}, [f"removed: {', '.join(gone) or 'nothing'}"])
     return 1 if set(args.names) - set(gone) else 0

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specrig import runner
-from specrig.console import CannotRun, complain, say
-from specrig.files import write_atomically
+from specrig.console import complain
 from specrig.plan import HostPlan
 from specrig.plan.resolve import gguf_parts
 from specrig.staging import lock
-from specrig.verbs import models_store
-from specrig.verbs.plan import add_host_arguments, make_plans
+from specrig.verbs import locks, models_store
+from specrig.verbs.answers import result, tell
+from specrig.verbs.plan import make_plans
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,10 +25,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb = models.add_parser(
         "lock", help="resolve each model to a commit and a manifest, in models.lock.yml beside the inventory"
     )
-    add_host_arguments(verb)
     verb.add_argument("--endpoint", help="hub to ask (default: HF_ENDPOINT, or Hugging Face's own)")
-    verb.add_argument("--update", action="store_true", help="resolve again what is locked already")
-    verb.add_argument("--check", action="store_true", help="only say what changed upstream; 1 when something did")
+    locks.add_arguments(verb)
     verb.add_argument(
         "--allow-unsafe",
         action="append",
@@ -47,15 +42,17 @@ def run(options: argparse.Namespace) -> int:
     """Add what is missing to the lock; a locked model stays as it is unless --update."""
     inventory = runner.inventory_path(options.inventory)
     path = runner.lock_path(inventory)
-    locked = read(path)
+    locked = locks.read(path, "models")
     plans = make_plans(inventory, options.hosts)
     wanted = {a["repo"]: a for plan in plans.values() for a in plan.models if not a["derive"]}
     files = gguf_files(plans)
     changed = False
+    told: dict[str, dict[str, Any]] = {}
     for repo in sorted(wanted):
         there = {file["path"] for file in locked.get(repo, {}).get("files", [])}
         if repo in locked and files.get(repo, set()) <= there and not (options.update or options.check):
-            say(f"{repo}: locked at {locked[repo]['revision']}")
+            tell(options, f"{repo}: locked at {locked[repo]['revision']}")
+            told[repo] = {"revision": locked[repo]["revision"], "changes": []}
             continue
         before = locked.get(repo, {})
         # What the inventory names; else what is locked, which --update asks to leave.
@@ -69,16 +66,19 @@ def run(options: argparse.Namespace) -> int:
         was = before.get("revision")
         change = "" if was in {None, entry["revision"]} else f" (upstream changed: was {was})"
         about = f"{len(entry['files'])} files, {entry['size'] / 1e9:.2f} GB, licence {entry['licence'] or 'not stated'}"
-        say(f"{repo}: {entry['revision']}, {about}{change}")
+        tell(options, f"{repo}: {entry['revision']}, {about}{change}")
         differences = lock.changes(before, entry) if before else ["not locked yet"]
         changed = changed or bool(differences)
         for line in differences if before else []:
-            say(f"  {line}")
+            tell(options, f"  {line}")
+        told[repo] = {"revision": entry["revision"], "changes": differences}
         locked[repo] = entry
+    if not options.check:
+        locks.save(path, "models", locked)
+    wrote = [] if options.check else [f"wrote {path}"]
+    result(options, {"lock": str(path), "written": not options.check, "models": told}, wrote)
     if options.check:
         return 1 if changed else 0
-    save(path, locked)
-    say(f"wrote {path}")
     bare = {name: plan.refusals for name, plan in plans.items() if plan.refusals and not plan.models}
     for name, refusals in bare.items():
         complain(f"{name}: nothing to lock, its plan is refused: {refusals[0].code}\n  next: ./rig plan {name}")
@@ -95,18 +95,3 @@ def gguf_files(plans: Mapping[str, HostPlan]) -> dict[str, set[str]]:
         for unknown in (artefact for artefact in plan.models if artefact.get("file")):
             found.setdefault(unknown["repo"], set()).add(unknown["file"])
     return found
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The models of the lock at `path`; empty where there is none."""
-    try:
-        models = (yaml.safe_load(path.read_text()) or {}).get("models") if path.exists() else None
-    except (yaml.YAMLError, AttributeError) as error:
-        raise CannotRun(f"{path} is no lock: {error}", f"take {path.name} from git again", "LOCK_INVALID") from error
-    return models or {}
-
-
-def save(path: Path, models: dict[str, object]) -> None:
-    """Write the lock."""
-    text = yaml.safe_dump({"models": models}, sort_keys=True, allow_unicode=True, width=160)
-    write_atomically(path, f"# Written by ./rig models lock. Commit it: it is what every rig will hold.\n{text}")

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from specrig import runner
-from specrig.console import say
 from specrig.host.progress import amount
-from specrig.verbs.plan import add_host_arguments
-
-Report = dict[str, Any]
+from specrig.verbs.answers import Report, add_host_arguments, add_inventory, error_lines, reports, result
 
 
 def register(models: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +17,6 @@ def register(models: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
     def verb(name: str, text: str, argv: Callable[[argparse.Namespace], list[str]]) -> argparse.ArgumentParser:
         one = models.add_parser(name, help=text)
-        one.add_argument("--json", action="store_true", help="print one JSON object")
         one.set_defaults(run=lambda options: ask(options, "models", {"models_argv": argv(options)}))
         return one
 
@@ -40,10 +36,9 @@ def register(models: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     one.add_argument("path", help="tar file to write, on the host")
     one.add_argument("hosts", nargs=1, metavar="HOST", help="the host that has them")
     one.add_argument("--model", action="append", default=[], metavar="ORG/NAME", help="only this one (may be repeated)")
-    one.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
+    add_inventory(one)
     one = models.add_parser("import", help="stage the planned models from a bundle on the host, without any network")
     one.add_argument("path", help="bundle on the host: tar file, or a directory laid out like the models' directory")
-    one.add_argument("--json", action="store_true", help="print one JSON object")
     add_host_arguments(one)
     one.set_defaults(run=lambda options: ask(options, "import", {"models_bundle": options.path}))
 
@@ -53,26 +48,10 @@ def gc_argv(options: argparse.Namespace) -> list[str]:
     return ["gc", "--keep", str(options.keep), *(["--apply"] if options.apply else [])]
 
 
-def reports(result: dict[str, Any]) -> dict[str, Report]:
-    """Each host's document; {"error": {code, cause, fix}} where it has none. The last task that ran on a host speaks."""
-    found: dict[str, Report] = {}
-    for play in result.get("plays", []):
-        for task in play["tasks"]:
-            for host, outcome in task["hosts"].items():
-                document = outcome.get("result") or {}
-                if (outcome.get("failed") or outcome.get("unreachable")) and "error" not in document:
-                    document = {
-                        "error": {"code": "NO_ANSWER", "cause": str(outcome.get("msg", "no answer")), "fix": ""}
-                    }
-                found[host] = document
-    return found
-
-
 def describe(host: str, report: Report) -> list[str]:
     """Lines for a person."""
     if error := report.get("error"):
-        fix = [f"  next: {error['fix']}"] if error.get("fix") else []
-        return [f"{host}: {error['code']}: {error['cause']}", *(f"  {line}" for line in error.get("lines", [])), *fix]
+        return error_lines(host, error)
     if "partial_bytes" in report:
         free = f"{amount(report['free_bytes'])} free, {amount(report['partial_bytes'])} half fetched"
         return [f"{host}: {len(report['models'])} models in {report['root']}; {free}", *map(_model, report["models"])]
@@ -111,14 +90,10 @@ def ask(
     inventory = runner.inventory_path(options.inventory)
     names = list(runner.load_hosts(inventory, options.hosts))
     arguments = ["-e", json.dumps(variables), "--limit", ",".join(names)]
-    found = reports(runner.playbook_json(playbook, inventory, arguments))
-    for name in names:
-        found.setdefault(name, {"error": {"code": "NO_ANSWER", "cause": "no answer", "fix": ""}})
-    if options.json:
-        say(json.dumps({"hosts": found}, indent=2))
-    else:
-        for host, report in found.items():
-            say("\n".join((tell or describe)(host, report)))
+    found = reports(runner.playbook_json(playbook, inventory, arguments), names)
+    result(
+        options, {"hosts": found}, [line for host, report in found.items() for line in (tell or describe)(host, report)]
+    )
     short = any(
         "error" in r or any(m.get("damaged") for m in r.get("models", []) if isinstance(m, dict))
         for r in found.values()

@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from specrig import runner
-from specrig.console import CannotRun, say
+from specrig.console import CannotRun
 from specrig.plan import GatewayPlan, HostPlan, render
+from specrig.verbs.answers import add_host_arguments, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
     verb = verbs.add_parser("plan", help="show the plan of each host, or why it is refused; touches nothing")
     add_host_arguments(verb)
-    verb.add_argument("--json", action="store_true", help="print the plans as one JSON object")
     verb.set_defaults(run=run)
-
-
-def add_host_arguments(verb: argparse.ArgumentParser) -> None:
-    """The arguments that all verbs share which act on hosts."""
-    verb.add_argument("hosts", nargs="*", metavar="HOST", help="hosts of the inventory; all of them by default")
-    verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
 
 
 def make_plans(inventory: Path, hosts: Sequence[str]) -> dict[str, HostPlan]:
@@ -35,8 +29,8 @@ def make_plans(inventory: Path, hosts: Sequence[str]) -> dict[str, HostPlan]:
 def make_all_plans(inventory: Path, hosts: Sequence[str] = ()) -> tuple[dict[str, HostPlan], dict[str, GatewayPlan]]:
     """(plans of the named hosts, plans of all gateways of `inventory`)."""
     names = list(runner.load_hosts(inventory, hosts))
-    result = runner.playbook_json("plan", inventory, ["-e", json.dumps({"plan_hosts": names})])
-    outcomes = [task["hosts"]["localhost"] for task in result["plays"][0]["tasks"]]
+    recorded = runner.playbook_json("plan", inventory, ["-e", json.dumps({"plan_hosts": names})])
+    outcomes = [task["hosts"]["localhost"] for task in recorded["plays"][0]["tasks"]]
     for outcome in outcomes:
         if "plans" not in outcome:
             raise CannotRun(f"the plan could not be made: {outcome.get('msg')}", "correct what it names", "PLAN_FAILED")
@@ -47,11 +41,8 @@ def make_all_plans(inventory: Path, hosts: Sequence[str] = ()) -> tuple[dict[str
 def run(options: argparse.Namespace) -> int:
     """Print the plans; 1 when one of them is refused."""
     plans, gateways = make_all_plans(runner.inventory_path(options.inventory), options.hosts)
-    if options.json:
-        document: dict[str, Any] = {"hosts": {name: plan.as_json() for name, plan in plans.items()}}
-        document |= {"gateways": {name: plan.as_json() for name, plan in gateways.items()}} if gateways else {}
-        say(json.dumps(document, indent=2))
-    else:
-        say(render.table(plans) + render.gateways(gateways))
+    document: dict[str, Any] = {"hosts": {name: plan.as_json() for name, plan in plans.items()}}
+    document |= {"gateways": {name: plan.as_json() for name, plan in gateways.items()}} if gateways else {}
+    result(options, document, [render.table(plans) + render.gateways(gateways)])
     fine = [plan.ok for plan in plans.values()] + [plan.ok for plan in gateways.values()]
     return 0 if all(fine) else 1

@@ -7,36 +7,32 @@ import json
 from typing import Any
 
 from specrig import runner
-from specrig.console import say
-from specrig.verbs.plan import add_host_arguments
+from specrig.verbs.answers import add_host_arguments, error_lines, failure, outcomes, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
     verb = verbs.add_parser("preflight", help="look at each host, changing nothing: can it carry its plan?")
     add_host_arguments(verb)
-    verb.add_argument("--json", action="store_true", help="print facts and findings as one JSON object")
     verb.set_defaults(run=run)
 
 
-def reports_of(result: dict[str, Any], hosts: list[str]) -> dict[str, dict[str, Any]]:
+def reports_of(recorded: dict[str, Any], hosts: list[str]) -> dict[str, dict[str, Any]]:
     """Each host's {facts, findings}, or {error}: why there is none."""
     reports: dict[str, dict[str, Any]] = {}
-    for play in result.get("plays", []):
-        for task in play["tasks"]:
-            for host, outcome in task["hosts"].items():
-                found = outcome.get("result") or {}
-                if "findings" in found:
-                    reports[host] = {"facts": found["facts"], "findings": found["findings"]}
-                elif (outcome.get("failed") or outcome.get("unreachable")) and host not in reports:
-                    reports[host] = {"error": outcome.get("msg", "no answer")}
-    return {host: reports.get(host, {"error": "no answer"}) for host in hosts}
+    for host, outcome in outcomes(recorded):
+        found = outcome.get("result") or {}
+        if "findings" in found:
+            reports[host] = {"facts": found["facts"], "findings": found["findings"]}
+        elif (outcome.get("failed") or outcome.get("unreachable")) and host not in reports:
+            reports[host] = {"error": failure(host, outcome)}
+    return {host: reports.get(host, {"error": failure(host, {})}) for host in hosts}
 
 
 def describe(host: str, report: dict[str, Any], accepted: list[str]) -> list[str]:
     """Lines for a person."""
     if "error" in report:
-        return [f"{host}: {report['error']}"]
+        return error_lines(host, report["error"])
     facts = report["facts"]
     cards = ", ".join(card["name"] or card["id"] for card in facts["cards"]) or "no NVIDIA card"
     driver = facts["driver_version"] or "none"
@@ -52,13 +48,11 @@ def run(options: argparse.Namespace) -> int:
     inventory = runner.inventory_path(options.inventory)
     hosts = runner.load_hosts(inventory, options.hosts)
     limit = ["--limit", ",".join(hosts)]
-    result = runner.playbook_json("preflight", inventory, [*limit, "-e", json.dumps({"preflight_only": True})])
-    reports = reports_of(result, list(hosts))
+    recorded = runner.playbook_json("preflight", inventory, [*limit, "-e", json.dumps({"preflight_only": True})])
+    reports = reports_of(recorded, list(hosts))
     accepted = {host: list(variables.get("rig_preflight_ignore") or []) for host, variables in hosts.items()}
-    if options.json:
-        say(json.dumps({"hosts": reports}, indent=2))
-    else:
-        say("\n".join(line for host, report in reports.items() for line in describe(host, report, accepted[host])))
+    lines = [line for host, report in reports.items() for line in describe(host, report, accepted[host])]
+    result(options, {"hosts": reports}, lines)
     if any("error" in report for report in reports.values()):
         return 2
     standing = [

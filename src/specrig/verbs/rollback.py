@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specrig import runner
-from specrig.console import CannotRun, say
+from specrig.console import CannotRun
 from specrig.host.switch import words
-from specrig.verbs.models_store import reports
+from specrig.verbs.answers import add_inventory, error_lines, reports, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,8 +19,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     verb.add_argument(
         "words", nargs="*", metavar="HOST|SERVICE", help="hosts (default: all), then a service where a host has several"
     )
-    verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    add_inventory(verb)
     verb.set_defaults(run=run)
 
 
@@ -40,10 +39,7 @@ def split(given: Sequence[str], known: Sequence[str]) -> tuple[list[str], str]:
 def describe(host: str, report: dict[str, Any]) -> list[str]:
     """Lines for a person: what was done, and how to stay there."""
     if error := report.get("error"):
-        return [
-            f"{host}: {error['code']}: {error['cause']}",
-            *([f"  next: {error['fix']}"] if error.get("fix") else []),
-        ]
+        return error_lines(host, error)
     down = report.get("downtime_s")
     runs = "is not chosen, and will run" if report.get("alternate") else "runs"
     lines = [
@@ -64,12 +60,6 @@ def run(options: argparse.Namespace) -> int:
     inventory = runner.inventory_path(options.inventory)
     hosts, service = split(options.words, list(runner.load_hosts(inventory)))
     arguments = ["--limit", ",".join(hosts), "-e", json.dumps({"rollback_service": service})]
-    found = reports(runner.playbook_json("rollback", inventory, arguments))
-    for host in hosts:
-        found.setdefault(host, {"error": {"code": "NO_ANSWER", "cause": "no answer", "fix": ""}})
-    if options.json:
-        say(json.dumps({"hosts": found}, indent=2))
-    else:
-        for host, report in found.items():
-            say("\n".join(describe(host, report)))
+    found = reports(runner.playbook_json("rollback", inventory, arguments), hosts)
+    result(options, {"hosts": found}, [line for host, report in found.items() for line in describe(host, report)])
     return 1 if any("error" in report for report in found.values()) else 0

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 from specrig import runner
-from specrig.console import say
 from specrig.host.switch import words
 from specrig.plan import HostPlan
-from specrig.verbs.plan import add_host_arguments, make_plans
+from specrig.verbs.answers import add_host_arguments, error_lines, reports, result
+from specrig.verbs.plan import make_plans
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
     verb = verbs.add_parser("status", help="what runs on each host, and whether it is what was planned")
     add_host_arguments(verb)
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
-
-
-def host_reports(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each host's own answer, or {"error": why there is none}."""
-    reports: dict[str, dict[str, Any]] = {}
-    for play in result.get("plays", []):
-        for task in play["tasks"]:
-            for host, outcome in task["hosts"].items():
-                failed = outcome.get("failed") or outcome.get("unreachable")
-                reports[host] = {"error": outcome.get("msg", "no answer")} if failed else outcome.get("result", {})
-    return reports
 
 
 def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
     """What is not as it should be: no answer, a planned unit that is missing, a unit that is not up or does not answer."""
     if "error" in report:
-        return [report["error"]]
+        return ["{code}: {cause}".format_map(report["error"])]
     planned, wanted = [service.unit for service in plan.services], plan.as_json()["plan_hash"]
     units = {unit["unit"]: unit for unit in report.get("units", [])}
     going = [
@@ -84,7 +71,7 @@ def healthy(unit: dict[str, Any]) -> bool:
 def describe(host: str, report: dict[str, Any], plan: HostPlan) -> list[str]:
     """Lines for a person."""
     if "error" in report:
-        return [f"{host}: {report['error']}"]
+        return error_lines(host, report["error"])
     applied, wanted = report.get("plan_hash"), plan.as_json()["plan_hash"]
     drift = "as planned" if applied == wanted else "the plan has changed since it was applied: ./rig up"
     lines = [f"{host}: {drift if applied else 'no plan applied yet: ./rig up'}"]
@@ -129,19 +116,12 @@ def run(options: argparse.Namespace) -> int:
     inventory = runner.inventory_path(options.inventory)
     plans = make_plans(inventory, options.hosts)
     limit = ["--limit", ",".join(options.hosts)] if options.hosts else []
-    reports = host_reports(runner.playbook_json("status", inventory, limit))
-    for name in plans:
-        reports.setdefault(name, {"error": "no answer"})
-    short = {host: shortfalls(report, plans[host]) for host, report in reports.items()}
-    if options.json:
-        say(
-            json.dumps(
-                {"hosts": {host: report | {"failures": short[host]} for host, report in reports.items()}}, indent=2
-            )
-        )
-    else:
-        for host, report in reports.items():
-            say("\n".join(describe(host, report, plans[host])))
-            for line in short[host] if "error" not in report else []:
-                say(f"  falls short: {line}")
+    found = reports(runner.playbook_json("status", inventory, limit), plans)
+    short = {host: shortfalls(report, plans[host]) for host, report in found.items()}
+    lines: list[str] = []
+    for host, report in found.items():
+        lines += describe(host, report, plans[host])
+        lines += [f"  falls short: {line}" for line in short[host]] if "error" not in report else []
+    document = {"hosts": {host: report | {"failures": short[host]} for host, report in found.items()}}
+    result(options, document, lines)
     return 1 if any(short.values()) else 0

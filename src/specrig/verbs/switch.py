@@ -6,7 +6,8 @@ import argparse
 import json
 
 from specrig import runner
-from specrig.console import CannotRun, say
+from specrig.console import CannotRun
+from specrig.verbs.answers import add_inventory, carry_out, tell
 from specrig.verbs.plan import make_plans
 
 
@@ -14,8 +15,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """Add the verb."""
     verb = verbs.add_parser("switch", help="of services that share their cards, run this one")
     verb.add_argument("service", metavar="SERVICE")
-    verb.add_argument("hosts", nargs="*", metavar="HOST", help="default: every host that has the service")
-    verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
+    # Without a default, argparse's own message names HOST among what is required.
+    verb.add_argument("hosts", nargs="*", default=[], metavar="HOST", help="default: every host that has the service")
+    add_inventory(verb)
     verb.add_argument("--check", action="store_true", help="change nothing, only say what would change")
     verb.set_defaults(run=run)
 
@@ -35,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
         )
     for host in having:
         [service] = [one for one in plans[host].services if one.name == options.service]
-        say(f"{host}: {service.unit}" + (f" instead of {', '.join(service.conflicts)}" if service.conflicts else ""))
+        tell(
+            options,
+            f"{host}: {service.unit}" + (f" instead of {', '.join(service.conflicts)}" if service.conflicts else ""),
+        )
     arguments = ["--limit", ",".join(having), "-e", json.dumps({"switch_service": options.service})]
-    return 1 if runner.playbook("switch", inventory, arguments + (["--check"] if options.check else [])) else 0
+    return carry_out(options, "switch", inventory, arguments + (["--check"] if options.check else []))

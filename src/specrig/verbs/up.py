@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specrig import runner
-from specrig.verbs.plan import add_host_arguments
+from specrig.verbs.answers import add_host_arguments, carry_out
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,4 +33,4 @@ def run(options: argparse.Namespace) -> int:
     """Run the site playbook; 1 when it did not end well."""
     inventory = runner.inventory_path(options.inventory)
     runner.load_hosts(inventory, options.hosts, also="gateways")
-    return 1 if runner.playbook("site", inventory, ansible_arguments(options)) else 0
+    return carry_out(options, "site", inventory, ansible_arguments(options))

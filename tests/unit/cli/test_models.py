@@ -14,7 +14,7 @@ from specrig import cli
 from specrig.console import CannotRun
 from specrig.lab.hub import Hub
 from specrig.plan import HostPlan, plan_host
-from specrig.verbs import models
+from specrig.verbs import locks, models
 from tests.unit.plan.tiny import CONFIG, service, tiny
 
 TARGET, DRAFT = "specrig-lab/tiny-target", "specrig-lab/tiny-draft"
@@ -114,18 +114,18 @@ def test_a_refused_plan_says_so(rig: Rig, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("text", ["", "models:\n", "# nothing\n"])
 def test_an_empty_lock_is_filled(rig: Rig, text: str) -> None:
     rig.path.write_text(text)
-    assert models.read(rig.path) == {}
+    assert locks.read(rig.path, "models") == {}
 
 
 @pytest.mark.parametrize("text", ["models: {", "- a\n", "models"])
 def test_a_broken_lock_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "models.lock.yml").write_text(text)
     with pytest.raises(CannotRun, match=r"models\.lock\.yml"):
-        models.read(tmp_path / "models.lock.yml")
+        locks.read(tmp_path / "models.lock.yml", "models")
 
 
 def test_save_is_readable_and_sorted(tmp_path: Path) -> None:
-    models.save(tmp_path / "lock.yml", {"b/b": {"x": 1}, "a/a": {"x": "é"}})
+    locks.save(tmp_path / "lock.yml", "models", {"b/b": {"x": 1}, "a/a": {"x": "é"}})
     lines = (tmp_path / "lock.yml").read_text().splitlines()
     assert lines[0].startswith("# Written by ./rig models lock")
     assert [line.strip() for line in lines[1:]] == ["models:", "a/a:", "x: é", "b/b:", "x: 1"]

@@ -10,7 +10,7 @@ import pytest
 
 from specrig import cli, runner
 from specrig.plan import HostPlan, plan_host
-from specrig.verbs import status
+from specrig.verbs import answers, status
 from tests.unit.plan.tiny import tiny, tiny_lock
 
 UNIT = "specrig-tiny.service"
@@ -69,11 +69,13 @@ def answer(**unit: Any) -> dict[str, Any]:
 
 
 def test_each_hosts_own_answer() -> None:
-    reports = status.host_reports(RECORDED)
+    reports = answers.reports(RECORDED, ["delta"])
     assert reports["alpha"] == ANSWER
-    assert "No route to host" in reports["beta"]["error"]
-    assert "is not on the host" in reports["gamma"]["error"]
-    assert status.host_reports({}) == {}
+    assert reports["beta"]["error"]["code"] == "UNREACHABLE" and "No route to host" in reports["beta"]["error"]["cause"]
+    assert "is not on the host" in reports["gamma"]["error"]["cause"]
+    assert reports["delta"]["error"]["cause"] == "no answer"
+    assert all(reports[host]["error"]["fix"] for host in ("beta", "gamma", "delta"))
+    assert answers.reports({}) == {}
 
 
 DRIFT = "what runs is not what is planned now"
@@ -110,7 +112,7 @@ DRIFT = "what runs is not what is planned now"
             },
             ["specrig-old.service is not in the plan any more: ./rig up stops and removes it"],
         ),
-        ({"error": "No route to host"}, ["No route to host"]),
+        ({"error": {"code": "UNREACHABLE", "cause": "No route", "fix": ""}}, ["UNREACHABLE: No route"]),
     ],
 )
 def test_shortfalls(report: dict[str, Any], short: list[str]) -> None:
@@ -130,7 +132,8 @@ def test_what_a_person_reads() -> None:
         "alpha: the plan has changed since it was applied: ./rig up"
     )
     assert "no plan applied yet" in status.describe("alpha", {**ANSWER, "plan_hash": None}, PLAN)[0]
-    assert status.describe("beta", {"error": "No route to host"}, PLAN) == ["beta: No route to host"]
+    error = {"code": "UNREACHABLE", "cause": "No route to host", "fix": "ssh"}
+    assert status.describe("beta", {"error": error}, PLAN) == ["beta: UNREACHABLE: No route to host", "  next: ssh"]
 
 
 def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *names: str) -> list[str]:
@@ -154,8 +157,8 @@ def test_a_host_that_does_not_answer_is_1_and_the_others_are_told(
     words = hosts(monkeypatch, tmp_path, "alpha", "beta", "delta")
     assert cli.main(words) == 1
     said = capsys.readouterr().out
-    assert "alpha: as planned" in said and "No route to host" in said and "delta: no answer" in said
+    assert "alpha: as planned" in said and "No route to host" in said and "delta: NO_ANSWER: no answer" in said
     assert cli.main([*words, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)["hosts"]
     assert told["alpha"]["failures"] == [] and told["alpha"]["units"][0]["unit"] == UNIT
-    assert "No route to host" in told["beta"]["failures"][0] and told["delta"]["failures"] == ["no answer"]
+    assert "No route to host" in told["beta"]["failures"][0] and told["delta"]["failures"] == ["NO_ANSWER: no answer"]
