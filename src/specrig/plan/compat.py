@@ -240,9 +240,7 @@ def driver_runs_image(s: Service) -> Iterator[Finding]:
     if s.host.driver_key < versions.key(need.min_driver):
         cause = f"driver {have} is older than {need.min_driver}, which CUDA {image.cuda} in {s.version}'s image needs"
         runs = pick_version(s.decl, s.method, s.host, s.cards, s.engine)
-        wanted = s.host.decl.rig_driver
-        source = f"source: {wanted.source}, " if wanted and wanted.source != "none" else ""
-        fix = f"rig_driver: {{{source}branch: {need.branch}}}"
+        fix = _newer_driver(s.host, need.branch)
         if runs != s.version and not s.decl.image:
             image_of = s.engine.image_of(runs)
             if s.host.driver_key >= versions.key(s.host.catalog.drivers.cuda[image_of.cuda].min_driver):
@@ -251,7 +249,15 @@ def driver_runs_image(s: Service) -> Iterator[Finding]:
         yield finding("DRIVER_COMPAT" if forward else "DRIVER_TOO_OLD", cause, fix)
     elif s.decl.version == "auto" and s.version != s.engine.versions[-1]:
         cause = f"driver {have} holds the engine at {s.version}; the newest is {s.engine.versions[-1]}"
-        yield finding("ENGINE_HELD_BACK", cause, f"rig_driver: {{branch: {s.host.catalog.drivers.branches[-1]}}}")
+        yield finding("ENGINE_HELD_BACK", cause, _newer_driver(s.host, s.host.catalog.drivers.branches[-1]))
+
+
+def _newer_driver(host: Host, branch: int) -> str:
+    """How to come to a branch, from where the driver comes from now."""
+    source = host.decl.rig_driver.source if host.decl.rig_driver else "none"
+    if source == "distro":  # Debian's archive has one old branch
+        return f"rig_driver: {{source: nvidia, branch: {branch}, …}} (docs/driver.md), where the distribution has no {branch}"
+    return f"rig_driver: {{{'source: nvidia, ' if source == 'nvidia' else ''}branch: {branch}}}"
 
 
 def driver_is_consistent(host: Host, _services: list[Service]) -> Iterator[Finding]:
@@ -263,9 +269,8 @@ def driver_is_consistent(host: Host, _services: list[Service]) -> Iterator[Findi
         for card in {card.key: card for card in host.cards}.values():
             if host.driver_branch < card.gpu.min_driver:
                 cause = f"{card.gpu.title} needs driver {card.gpu.min_driver}, the host's is {host.driver_branch}"
-                yield finding(
-                    "DRIVER_TOO_OLD_FOR_CARD", cause, f"rig_driver: {{branch: {max(580, card.gpu.min_driver)}}}"
-                )
+                fix = _newer_driver(host, max(580, card.gpu.min_driver))
+                yield finding("DRIVER_TOO_OLD_FOR_CARD", cause, fix)
 
 
 def driver_module(host: Host, branch: int) -> str:

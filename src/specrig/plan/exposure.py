@@ -151,7 +151,7 @@ def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
                 continue
             a, b = address_of(one.decl.bind), address_of(other.decl.bind)
             if a == b or (a and a.is_unspecified) or (b and b.is_unspecified):
-                where = f"port {one.decl.port} ({other.decl.bind}, {one.decl.bind})"
+                where = f"port {one.decl.port} ({', '.join(dict.fromkeys((other.decl.bind, one.decl.bind)))})"
                 taken = {s.decl.port for s in services}
                 free = next(p for p in range(8000, 65536) if p not in taken)
                 yield finding(

@@ -123,7 +123,7 @@ def models_are_locked(s: Service) -> Iterator[Finding]:
         if model.locked is None:
             yield finding(
                 "MODEL_UNLOCKED",
-                f"{repo} is not locked: its files and tokenizer are unknown",
+                f"{repo} is not locked: its files and tokenizer are unknown, and ./rig up waits for the lock",
                 "./rig models lock",
             )
         elif model.ref.revision and model.ref.revision != model.locked.revision:

@@ -15,6 +15,11 @@ TALK = {
     "pcie": "over PCIe, peer to peer",
     "off": "through the host's memory; peer access over PCIe is off (p2p)",
 }
+DRIVER = {
+    "none": "there already, or yours to install",
+    "distro": "which specrig installs from the distribution",
+    "nvidia": "which specrig installs from NVIDIA's repository",
+}
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]+\Z")
 
 
@@ -59,12 +64,14 @@ def flags(argv: list[str]) -> list[str]:
 
 def _host(name: str, plan: HostPlan) -> Iterator[str]:
     gpus = plan.host.get("gpus", [])
-    cards = ", ".join(f"{n} × {title}" for title, n in _counted(gpu["title"] for gpu in gpus)) or "no GPU"
+    cards = ", ".join(f"{n} × {title}" for title, n in _counted(gpu["title"] for gpu in gpus))
+    cards = cards or ("no GPU" if plan.services else "")  # without a service nobody knows what was meant
     state = "" if plan.ok else f"    REFUSED ({len(plan.refusals)})"
-    yield f"{name}    {plan.host.get('profile') or 'no profile'} on {cards}{state}"
+    yield f"{name}    {plan.host.get('profile') or 'no profile'}{' on ' if cards else ''}{cards}{state}"
     if plan.driver:
         parts = [f"branch {plan.driver['branch']}"]
         parts += [f"{word} {plan.driver[word]}" for word in ("version", "installed") if plan.driver[word]]
+        parts += [DRIVER[plan.driver["source"]]] if not plan.driver["installed"] else []
         yield f"  driver     {', '.join(parts)}; {plan.driver['reason']}"
     if tuning := plan.host.get("gpu_tuning"):
         yield f"  tuning     {_tuning(tuning)}"
@@ -124,7 +131,8 @@ def _service(s: ServicePlan) -> Iterator[str]:
         yield f"    cards    talk {TALK[s.p2p]}"
     for key, value in s.env.items():
         yield f"    env      {key}={value}"
-    yield f"    command  {' '.join(s.entrypoint)}"
+    inside = "    (in the container: its --host and --port are not the machine's)" if "--host" in s.argv else ""
+    yield f"    command  {' '.join(s.entrypoint)}{inside}"
     for line in flags(s.argv):
         yield f"               {line}"
     for file in s.files:

@@ -166,6 +166,21 @@ def test_a_driver_mismatch_names_both_ways_out() -> None:
     assert refused[0].fix == "rig_driver: {branch: 580}, or version: 0.8.5.post1"
 
 
+def test_the_distributions_archive_is_not_proposed_for_what_it_lacks() -> None:
+    old = {"rig_driver": {"source": "distro", "branch": 535}}
+    [found] = plan_host("host", r1(host=old, version="0.33.0")).refusals
+    assert found.code == "DRIVER_TOO_OLD" and found.fix.startswith("rig_driver: {source: nvidia, branch: 580, …}")
+    [held] = [w for w in plan_host("host", r1(host={"rig_driver": {"source": "distro", "branch": 550}})).warnings
+              if w.code == "ENGINE_HELD_BACK"]  # fmt: skip
+    assert "source: nvidia" in held.fix
+
+
+def test_what_could_not_be_read_is_not_shown_as_no_card() -> None:
+    text = render.table({"typo": plan_host("typo", {"rig_profile": "rtx4090"})})
+    assert text.startswith("typo    rtx4090    REFUSED (1)")
+    assert "on no GPU" in render.table({"cpu": plan_host("cpu", {"rig_profile": "cpu_demo"}, tiny_lock())})
+
+
 def test_what_is_declared_beats_what_is_there() -> None:
     facts = {"driver_version": "550.163.01"}
     assert plan_host("host", r1(), None, facts).services[0].version == "0.8.5.post1"
@@ -323,7 +338,7 @@ def test_the_table_shows_all_a_person_needs() -> None:
         "--max-model-len 16384\n",
         "left for the KV cache",
         "16384 asked, 29440 would fit",
-        "driver     branch 580; vllm 0.33.0 carries CUDA 13.0: driver 580.65.06 or newer",
+        "driver     branch 580, there already, or yours to install; vllm 0.33.0 carries CUDA 13.0: driver 580.65.06 or newer",
         "beta    rtx4090_r1_14b on 1 × GeForce RTX 4090    REFUSED (1)",
         "VRAM_OVERCOMMIT",
         "fix: max_model_len: 29440",
