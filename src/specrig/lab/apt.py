@@ -6,9 +6,14 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 
 from specrig.lab.errors import LabError
 from specrig.lab.progress import Progress
+
+# The lab works in threads, and dpkg's own lock turns the second one away. Another program may hold it as well.
+_ONE_AT_A_TIME = threading.Lock()
+_PATIENCE = "-o DPkg::Lock::Timeout=300"
 
 
 def as_root(command: list[str]) -> list[str]:
@@ -25,10 +30,17 @@ def which(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin")
 
 
+def have(program: str, packages: list[str], say: Progress) -> None:
+    """Install the Debian packages that bring `program` where it is not there. Raises LabError LAB_APT."""
+    with _ONE_AT_A_TIME:
+        if which(program) is None:
+            apt_install(packages, say)
+
+
 def apt_install(packages: list[str], say: Progress) -> None:
     """Install Debian packages, with a refresh of the lists first. Raises LabError LAB_APT."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    steps = ["apt-get update", f"apt-get install -y --no-install-recommends {' '.join(packages)}"]
+    steps = ["apt-get update", f"apt-get {_PATIENCE} install -y --no-install-recommends {' '.join(packages)}"]
     for step in steps:
         say.phase(step)
         command = as_root(["env", "DEBIAN_FRONTEND=noninteractive", *step.split()])

@@ -22,7 +22,7 @@ import docker
 from docker.errors import DockerException, ImageNotFound
 
 from specrig.lab import paths
-from specrig.lab.apt import apt_install, as_root, which
+from specrig.lab.apt import as_root, have
 from specrig.lab.errors import LabError
 from specrig.lab.progress import Progress
 
@@ -181,8 +181,7 @@ def _pull(client: Any, image: str, say: Progress) -> bool:
 
 
 def _mmdebstrap(client: Any, suite: str, tag: str, say: Progress) -> None:
-    if which("mmdebstrap") is None:
-        apt_install(["mmdebstrap", "debian-archive-keyring"], say)
+    have("mmdebstrap", ["mmdebstrap", "debian-archive-keyring"], say)
     with tempfile.TemporaryDirectory(prefix="specrig-base-") as folder:
         target = Path(folder) / "root.tar"
         say.phase(f"making {suite} with mmdebstrap")

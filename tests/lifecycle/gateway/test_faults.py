@@ -24,13 +24,14 @@ import pytest
 from specrig.clients import Endpoint, settings
 from specrig.lab import Lab, hosts
 from specrig.runner import ROOT, environment, tool
+from tests.load import Gateway, Load
 
 LAB = os.environ.get("SPECRIG_MOLECULE_LAB", "molecule")
 KEY = "chosen-key-of-ci-0123456789"
 INVENTORY = ROOT / ".rig" / "lab" / LAB / "inventory.yml"
 CONVERGE = ROOT / "molecule" / "gateway" / "converge.yml"
 HOST = {host.name: host for host in Lab(LAB).hosts()}
-HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+GATEWAY = Gateway(HOST["trixie"].address, 8080, KEY)
 
 
 def on(name: str, *command: str) -> str:
@@ -63,76 +64,9 @@ def until(what: str, true: Any, seconds: float = 30) -> float:
     return time.monotonic() - begin
 
 
-def connection() -> http.client.HTTPConnection:
-    """To trixie's gateway."""
-    return http.client.HTTPConnection(HOST["trixie"].address, 8080, timeout=60)
-
-
-def ask(tokens: int = 8, key: str = KEY, **more: Any) -> tuple[int, str]:
+def ask(tokens: int = 8, key: str | None = None) -> tuple[int, str]:
     """(status, rig that answered) of one whole request."""
-    asked = {"model": "tiny", "prompt": "x", "max_tokens": tokens, **more}
-    link = connection()
-    try:
-        link.request("POST", "/v1/completions", json.dumps(asked), HEADERS | {"Authorization": f"Bearer {key}"})
-        answer = link.getresponse()
-        answer.read()
-        return answer.status, answer.headers.get("X-Served-By", "")
-    finally:
-        link.close()
-
-
-def stream(tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    """A stream whose headers have come."""
-    link = connection()
-    link.request(
-        "POST",
-        "/v1/completions",
-        json.dumps({"model": "tiny", "prompt": "x", "max_tokens": tokens, "stream": True}),
-        HEADERS,
-    )
-    return link, link.getresponse()
-
-
-class Load:
-    """Twelve clients that ask one after the other, half of them for streams."""
-
-    def __init__(self) -> None:
-        self.results: Counter[str] = Counter()
-        self.stop = threading.Event()
-        self.threads = [threading.Thread(target=self.client, args=(n % 2 == 0,)) for n in range(12)]
-
-    def client(self, streams: bool) -> None:
-        while not self.stop.is_set():
-            begun, link = False, connection()
-            try:
-                asked = {"model": "tiny", "prompt": "x", "max_tokens": 12, "stream": streams}
-                link.request("POST", "/v1/completions", json.dumps(asked), HEADERS)
-                answer, body = link.getresponse(), b""
-                while piece := answer.read1(65536):
-                    begun, body = True, body + piece
-                whole = body.rstrip().endswith(b"data: [DONE]") if streams else b"completion_tokens" in body
-                said = "ok" if answer.status == 200 and whole else f"failed: {answer.status} {body[:200]!r}"
-            except (OSError, http.client.HTTPException) as error:
-                said = f"failed: {error!r}"
-            finally:
-                link.close()
-            # A stream that has begun cannot move to another rig: it may break off, and must be seen to.
-            self.results["broke off" if begun and streams and said != "ok" else said] += 1
-
-    def __enter__(self) -> Load:
-        for thread in self.threads:
-            thread.start()
-        time.sleep(1.0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        for thread in self.threads:
-            thread.join()
-
-    @property
-    def failed(self) -> dict[str, int]:
-        return {what: count for what, count in self.results.items() if what.startswith("failed")}
+    return GATEWAY.ask(tokens, key)[:2]
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +91,7 @@ def test_tls_with_an_authority_of_its_own() -> None:
 
 
 def test_a_stream_arrives_token_by_token_through_both() -> None:
-    link, answer = stream(40)
+    link, answer = GATEWAY.stream(40)
     times = []
     while answer.read1(65536):
         times.append(time.monotonic())
@@ -178,7 +112,7 @@ def test_wrong_keys_take_as_long_as_each_other() -> None:
 
 
 def test_slow_clients_hold_up_nobody() -> None:
-    slow = [stream(3000) for _ in range(20)]
+    slow = [GATEWAY.stream(3000) for _ in range(20)]
     stop = threading.Event()
 
     def drip(answer: http.client.HTTPResponse) -> None:
@@ -204,8 +138,8 @@ def test_slow_clients_hold_up_nobody() -> None:
 
 @pytest.mark.parametrize(("key", "size", "status"), [(KEY, 33 << 20, 413), ("wrong", 4 << 20, 401)])
 def test_who_sends_too_much_is_told(key: str, size: int, status: int) -> None:
-    link = connection()
-    link.request("POST", "/v1/completions", b"x" * size, HEADERS | {"Authorization": f"Bearer {key}"})
+    link = GATEWAY.connection()
+    link.request("POST", "/v1/completions", b"x" * size, GATEWAY.headers(key))
     answer = link.getresponse()
     assert answer.status == status and "error" in json.loads(answer.read())
     link.close()
@@ -213,7 +147,7 @@ def test_who_sends_too_much_is_told(key: str, size: int, status: int) -> None:
 
 @pytest.mark.parametrize("signal", ["KILL", "TERM"])
 def test_a_rig_that_dies_under_load_costs_no_request_that_had_not_begun(signal: str) -> None:
-    with Load() as load:
+    with Load(GATEWAY) as load:
         for _ in range(2):
             on("bookworm", "systemctl", "kill", f"--signal={signal}", "stand-in.service")
             time.sleep(3)
@@ -221,7 +155,7 @@ def test_a_rig_that_dies_under_load_costs_no_request_that_had_not_begun(signal: 
 
 
 def test_a_hung_rig_is_taken_out_by_its_probe_and_comes_back() -> None:
-    with Load() as load:
+    with Load(GATEWAY) as load:
         on("bookworm", "systemctl", "kill", "--signal=STOP", "stand-in.service")
         try:
             until("it is out", lambda: state()["bookworm"]["state"] == "down", 20)
@@ -235,7 +169,7 @@ def test_a_hung_rig_is_taken_out_by_its_probe_and_comes_back() -> None:
 
 def test_a_drained_rig_gets_nothing_new_and_ends_what_runs() -> None:
     program = "/usr/local/lib/specrig/specrig-host"
-    running = [stream(150) for _ in range(4)]
+    running = [GATEWAY.stream(150) for _ in range(4)]
     try:
         done = json.loads(on("trixie", program, "drain", "bookworm", "--wait", "30").splitlines()[-1])
         assert done["changed"] and done["running"] == 0
@@ -303,7 +237,7 @@ def test_new_requests_wait_while_the_relay_restarts() -> None:
 def test_a_revoked_key_is_gone_for_good_and_nothing_that_runs_is_cut() -> None:
     old = on("trixie", "cat", "/etc/specrig/gateway/clients/laptop")
     assert ask(key=old)[0] == 200
-    link, answer = stream(900)
+    link, answer = GATEWAY.stream(900)
     done = converge("-e", '{"converge_clients": ["ci"]}')
     assert done.returncode == 0 and "changed=1 " in done.stdout, done.stdout
     assert ask(key=old)[0] == 401 and ask()[0] == 200
