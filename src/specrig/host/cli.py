@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -359,8 +360,10 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
     if args.verb == "status":
         return status.status(args.root)
     if args.verb == "relay":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to unwind; systemd takes this end for a clean one
-        gateway.serve(gateway.inherited(), upstreams.Fleet(), gateway.Keys())
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        gateway.serve(gateway.inherited(), upstreams.Fleet(), gateway.Keys(), stop)
+        return {"changed": False}
     if args.verb == "gateway":
         return gateway.status()
     if args.verb in ("drain", "undrain"):

@@ -47,6 +47,8 @@ DROPPED, DROP_S = 64 << 20, 10.0
 MAX_REQUESTS = 512
 CONNECT_S, BODY_S, GAP_S, CLIENT_S = 3.0, 60.0, 300.0, 120.0
 TICK_S = 0.25
+# What runs when the relay is told to end has so long; new requests wait in the socket that systemd holds.
+GRACE_S = 20.0
 _PASSED = ("content-type", "accept", "user-agent", "openai-beta", "anthropic-version")
 _DROPPED = (
     "connection",
@@ -489,7 +491,7 @@ def inherited() -> socket.socket:
 
 
 def serve(listener: socket.socket, fleet: Fleet, keys: Keys, stop: threading.Event | None = None) -> None:
-    """Answer on `listener` until `stop`: a thread per request, a watcher per upstream."""
+    """Answer on `listener` until `stop`, then let what runs end within GRACE_S: a thread per request, a watcher per upstream."""
     stop = stop or threading.Event()
     relay = Relay(fleet, keys)
     handler = type("Bound", (Handler,), {"relay": relay})
@@ -506,7 +508,8 @@ def serve(listener: socket.socket, fleet: Fleet, keys: Keys, stop: threading.Eve
             print(f"specrig: {upstreams.CONFIG} cannot be read, the last one stays: {error!r}", flush=True)
 
     refresh()
-    listener.settimeout(1.0)
+    listener.settimeout(0.5)
+    running: set[threading.Thread] = set()
     looked = time.monotonic()
     while not stop.is_set():
         try:
@@ -518,7 +521,12 @@ def serve(listener: socket.socket, fleet: Fleet, keys: Keys, stop: threading.Eve
             refresh()
         if connection is not None:
             connection.settimeout(CLIENT_S)
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+            running = {thread for thread in running if thread.is_alive()}
+            running.add(thread := threading.Thread(target=answer, args=(connection,), daemon=True))
+            thread.start()
+    until = time.monotonic() + GRACE_S
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 # -- what root asks --------------------------------------------------------------------------------------------------

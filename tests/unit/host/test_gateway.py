@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
@@ -426,6 +427,23 @@ def test_a_new_configuration_keeps_what_runs(place: Place) -> None:
     while piece := connection.recv(65536):
         data += piece
     assert data.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(("grace_s", "whole"), [(10.0, True), (0.1, False)])
+def test_what_runs_when_the_relay_is_told_to_end_may_end_in_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch, grace_s: float, whole: bool
+) -> None:
+    monkeypatch.setattr(gateway, "GRACE_S", grace_s)
+    with place.send({"model": "tiny", "prompt": "x", "max_tokens": 60, "stream": True}) as connection:
+        data = connection.recv(65536)
+        place.stop.set()
+        place.thread.join(15)
+        assert not place.thread.is_alive(), "it does not end"
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while piece := connection.recv(65536):
+                data += piece
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") is whole, data[-200:]
 
 
 def test_state_is_told_without_secrets_and_only_here(place: Place) -> None:
