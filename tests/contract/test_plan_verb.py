@@ -76,7 +76,8 @@ def test_bad_inputs_as_json(bad: Path) -> None:
 
 def test_templates_are_resolved_and_paths_are_meant_from_where_one_stands(tmp_path: Path) -> None:
     hosts = {
-        "alpha": {"size": "14b", "rig_profile": "rtx4090_r1_{{ size }}", "len": 4096, "rig_services": [
+        # The first two are a playbook's own, which `-e` gives to every host.
+        "alpha": {"rig_serial": 1, "rig_retry": True, "size": "14b", "rig_profile": "rtx4090_r1_{{ size }}", "len": 4096, "rig_services": [
             {"name": "r1-14b", "max_model_len": "{{ len }}", "served_name": "{{ inventory_hostname }}-r1"}]},
         "beta": {"rig_profile": "nope"},
     }  # fmt: skip
