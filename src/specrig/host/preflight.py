@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specrig.host import docker_api, machine
+from specrig.host import docker_api, machine, retire
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.findings import judge
 from specrig.host.machine import Machine
@@ -44,11 +44,11 @@ def gather(m: Machine, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """All facts of the machine."""
     driver = machine.driver(m)
     gpus, error = machine.gpus(m)
-    containers, specs = _containers(wanted), machine.cdi(m)
+    containers, specs = _containers(m, wanted), machine.cdi(m)
     for gpu in gpus or []:
         for holder in gpu["holders"]:
             group = m.text(f"proc/{holder['pid']}/cgroup")
-            holder["ours"] = any(identity in group for identity in containers.values())
+            holder["ours"] = any(str(found["Id"]) in group for found in containers.values())
     return {
         "os": machine.system(m),
         "kernel": machine.kernel(m),
@@ -70,20 +70,30 @@ def gather(m: Machine, wanted: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _containers(wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Running containers of the services: {unit: container id}."""
+def _containers(m: Machine, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Running containers of the services, and of those that `up` will take off: {unit: what Docker says of it}."""
     found = {}
-    for service in wanted.get("services") or []:
-        unit = str(service["unit"])
+    planned = [str(service["unit"]) for service in wanted.get("services") or []]
+    names = [unit[len("specrig-") : -len(".service")] for unit in planned]
+    leaving = retire.unplanned(names, m.path("etc/systemd/system")) if planned else {}
+    for unit in [*planned, *(path.name for path in leaving.values())]:
         with contextlib.suppress(HostError):  # no Docker yet: then nothing of ours runs
             there = docker_api.inspect_container(unit[: -len(".service")] if unit.endswith(".service") else unit)
             if there and (there.get("State") or {}).get("Running"):
-                found[unit] = str(there["Id"])
+                found[unit] = there
     return found
 
 
-def _ports(m: Machine, wanted: Mapping[str, Any], containers: Mapping[str, str]) -> list[dict[str, Any]]:
+def _published(container: Mapping[str, Any]) -> set[int]:
+    """Ports of the host that lead to a container."""
+    bindings = (container.get("HostConfig") or {}).get("PortBindings") or {}
+    return {int(one["HostPort"]) for several in bindings.values() for one in several or [] if one.get("HostPort")}
+
+
+def _ports(m: Machine, wanted: Mapping[str, Any], containers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     services = wanted.get("services") or []
+    planned = [service["unit"] for service in services]
+    leaving = {port for unit, found in containers.items() if unit not in planned for port in _published(found)}
     taken = machine.listeners(m) if services else {}
     return [
         {
@@ -91,8 +101,8 @@ def _ports(m: Machine, wanted: Mapping[str, Any], containers: Mapping[str, str])
             "port": port["port"],
             "taken": port["port"] in taken,
             "holders": taken.get(port["port"], []),
-            # Docker listens for our container; nobody else can while it runs.
-            "ours": service["unit"] in containers,
+            # Docker listens for our container; nobody else can while it runs. One that leaves makes room before the new one starts.
+            "ours": service["unit"] in containers or port["port"] in leaving,
         }
         for service in services
         for port in service.get("ports") or []

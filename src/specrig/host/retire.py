@@ -22,10 +22,10 @@ STOP_S = 600
 RELOAD_S = 120
 
 
-def installed() -> dict[str, Path]:
+def installed(directory: Path | None = None) -> dict[str, Path]:
     """Our services on this host: name -> unit file."""
     found = {}
-    for path in sorted(proven.UNITS.glob("specrig-*.service")):
+    for path in sorted((directory or proven.UNITS).glob("specrig-*.service")):
         name = path.name[len("specrig-") : -len(".service")]
         text = path.read_text(errors="replace") if path.is_file() and not path.is_symlink() else ""
         if re.search(rf"^ExecStart=\S*/specrig-host run-service --name {re.escape(name)}\s", text, re.MULTILINE):
@@ -33,9 +33,9 @@ def installed() -> dict[str, Path]:
     return found
 
 
-def unplanned(planned: Collection[str]) -> dict[str, Path]:
+def unplanned(planned: Collection[str], directory: Path | None = None) -> dict[str, Path]:
     """Those that are not among the names `planned`."""
-    return {name: path for name, path in installed().items() if name not in planned}
+    return {name: path for name, path in installed(directory).items() if name not in planned}
 
 
 def retire(text: str, progress: Progress, check: bool = False) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from specrig.lab import cards as fake
 from specrig.plan import plan_host
 from specrig.plan.types import Facts
 
+from .docker import Docker
+from .test_retire import UNIT
+
 FIXTURES = Path(__file__).parent / "fixtures"
 XML = (FIXTURES / "nvidia-smi-h200.xml").read_text()
 TOPOLOGY = (FIXTURES / "h200-topo.txt").read_text()
@@ -88,6 +91,21 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 def claim(profile: str) -> list[dict[str, Any]]:
     cards: list[dict[str, Any]] = plan_host("h", {"rig_profile": profile}).as_json()["host"]["gpus"]
     return cards
+
+
+def test_a_service_that_up_will_take_off_holds_no_port(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renamed service wants the port of the one that it was: that is no refusal. A stranger's is."""
+    monkeypatch.setattr(machine, "listeners", lambda _: {8000: [], 8001: []})
+    wanted = [{"unit": "specrig-new.service", "ports": [{"port": 8000}]}]
+    bound = {"HostConfig": {"PortBindings": {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8000"}]}}}
+    with Docker(rig.root, monkeypatch) as docker:
+        docker.containers["specrig-old"] = {"Id": "1", "State": {"Running": True}, **bound}
+        assert rig.codes(services=wanted) == {"PORT_TAKEN"}, "a container of that name, and no service of ours"
+        rig.write("etc/systemd/system/specrig-old.service", UNIT.format(name="old"))
+        assert rig.codes(services=wanted) == set()
+        assert rig.codes(services=[{"unit": "specrig-new.service", "ports": [{"port": 8001}]}]) == {"PORT_TAKEN"}
+        both = [*wanted, {"unit": "specrig-old.service", "ports": []}]
+        assert rig.codes(services=both) == {"PORT_TAKEN"}, "it stays"
 
 
 def test_a_plain_machine_has_nothing_against_it(rig: Rig) -> None:
