@@ -66,6 +66,8 @@ def look() -> None:
     for watts in (500, 100_000):
         job = json.dumps({"state": "present", "cards": [{"gpu": "all", "watts": watts}], "mask_sleep": False})
         measure.write("gpu_tuning_check", watts=watts, **verb("gpu-tuning", "--check", "-", stdin=job))
+    job = json.dumps({"fans": [{"gpu": "all", "curve": [[40, 30], [60, 50], [75, 80], [83, 100]]}]})
+    measure.write("fan_curve_check", **verb("fan-curve", "--check", "-", stdin=job))
 
 
 def ask_parser(case: dict[str, Any]) -> None:

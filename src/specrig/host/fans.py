@@ -9,7 +9,9 @@ asked_percent, curve}]}. `--automatic` gives back what was taken: {changed, give
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +28,18 @@ from specrig.host.service import notify
 EVERY_S = 2.0
 # UUIDs of the cards whose fans we have; systemd makes the directory and leaves it.
 TAKEN = "run/specrig/gpu-fans/taken.json"
+UNIT = "specrig-gpu-fans.service"
 # A reading beyond these is none.
 PLAUSIBLE_C = range(1, 126)
 # Looks in a row at which something else had set the fans.
 MISSES, SAME_PERCENT = 3, 2
 
 
-def parse(entries: Any) -> list[dict[str, Any]]:
-    """The entries of `fans`. Raises HostError FANS_CURVE."""
+def entries(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a job says of fans; nothing where its state is absent. Raises HostError FANS_CURVE."""
     try:
-        found = [{"gpu": entry["gpu"], "curve": entry["curve"]} for entry in entries or []]
+        wanted = (job.get("fans") or []) if job.get("state", "present") == "present" else []
+        found = [{"gpu": entry["gpu"], "curve": entry["curve"]} for entry in wanted]
     except (TypeError, KeyError):
         raise HostError(
             "FANS_CURVE", "an entry of fans has gpu and curve", "see rig_gpu_tuning", COULD_NOT_RUN
@@ -78,12 +82,12 @@ class Fans:
         return f"card {self.card.index} {self.celsius} °C {how}{hot}"
 
 
-def chosen(nvml: Nvml, entries: Sequence[Mapping[str, Any]]) -> list[Fans]:
+def chosen(nvml: Nvml, wanted: Sequence[Mapping[str, Any]]) -> list[Fans]:
     """The fans of the cards that are named. Raises HostError."""
     with asking():
         cards = nvml.cards()
     curves: dict[str, list[list[int]]] = {}
-    for entry in entries:
+    for entry in wanted:
         named = [card.uuid for card in cards if entry["gpu"] in ("all", card.index, card.uuid)]
         if not named:
             there = ", ".join(f"{card.index} {card.uuid}" for card in cards) or "none"
@@ -126,11 +130,11 @@ def _row(nvml: Nvml, fans: Fans) -> dict[str, Any]:
     }
 
 
-def look(entries: Sequence[Mapping[str, Any]], nvml: Nvml | None = None) -> list[dict[str, Any]]:
+def look(wanted: Sequence[Mapping[str, Any]], nvml: Nvml | None = None) -> list[dict[str, Any]]:
     """Each card that has a curve, as it is now; changes nothing. Raises HostError."""
     nvml = nvml or Nvml()
     try:
-        every = chosen(nvml, entries)
+        every = chosen(nvml, wanted)
         with asking():
             return [_row(nvml, fans) for fans in every]
     finally:
@@ -140,8 +144,7 @@ def look(entries: Sequence[Mapping[str, Any]], nvml: Nvml | None = None) -> list
 def entries_of(text: str) -> list[dict[str, Any]]:
     """The entries in a job's text. Raises HostError FANS_CURVE."""
     try:
-        job = json.loads(text)
-        return parse(job.get("fans") if job.get("state", "present") == "present" else None)
+        return entries(json.loads(text))
     except (ValueError, AttributeError) as error:
         raise HostError("FANS_CURVE", f"cannot read the job: {error}", "see gpu-tuning", COULD_NOT_RUN) from None
 
@@ -156,6 +159,28 @@ def taken(m: Machine) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         return list(json.loads(m.path(TAKEN).read_text()))
     return []
+
+
+def _lock(m: Machine) -> int | None:
+    """A handle that says: somebody watches. None while somebody else does. Raises OSError where there is no record."""
+    handle = os.open(m.path(TAKEN).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def watched(m: Machine) -> bool:
+    """Whether a process follows curves now, and will give back by itself."""
+    try:
+        handle = _lock(m)
+    except OSError:
+        return False
+    if handle is not None:
+        os.close(handle)
+    return handle is None
 
 
 def _release(nvml: Nvml, cards: Sequence[Card]) -> None:
@@ -180,6 +205,8 @@ def _release(nvml: Nvml, cards: Sequence[Card]) -> None:
 def give_back(m: Machine, only_look: bool = False, nvml: Nvml | None = None) -> list[str]:
     """Give back what the record says was taken, and forget it; the UUIDs. Raises HostError."""
     ours = taken(m)
+    if not ours and not only_look:
+        _forget(m)
     if not ours or only_look:
         return ours
     nvml = nvml or Nvml()
@@ -192,14 +219,18 @@ def give_back(m: Machine, only_look: bool = False, nvml: Nvml | None = None) -> 
     return ours
 
 
-def _settle(m: Machine, nvml: Nvml, cards: Sequence[Card]) -> None:
-    """Automatic, then nothing is ours. Raises HostError FANS_STUCK."""
-    _release(nvml, cards)
+def _forget(m: Machine) -> None:
     record = m.path(TAKEN)
     with contextlib.suppress(OSError):
         record.unlink()
     with contextlib.suppress(OSError):  # the unit may not, and need not
         record.parent.rmdir()
+
+
+def _settle(m: Machine, nvml: Nvml, cards: Sequence[Card]) -> None:
+    """Automatic, then nothing is ours. Raises HostError FANS_STUCK."""
+    _release(nvml, cards)
+    _forget(m)
 
 
 def tick(nvml: Nvml, fans: Fans) -> None:
@@ -254,17 +285,25 @@ def follow(
     """
     m = m or Machine()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    entries = entries_of(text)
-    if not entries:
+    wanted = entries_of(text)
+    if not wanted:
         raise HostError("FANS_CURVE", "no card has a curve", "rig_gpu_tuning: fan_curve", COULD_NOT_RUN)
-    give_back(m)  # of a run that was killed; a card may have lost its curve since
     nvml = nvml or Nvml()
     cards: list[Card] = []
+    lock = None
     try:
-        every = chosen(nvml, entries)
+        every = chosen(nvml, wanted)
         m.path(TAKEN).parent.mkdir(parents=True, exist_ok=True)
-        write_json(m.path(TAKEN), [fans.card.uuid for fans in every], 0o644)
-        cards, said = [fans.card for fans in every], ""
+        lock = _lock(m)
+        if lock is None:
+            raise HostError("FANS_REFUSED", "another process sets the fans", f"systemctl status {UNIT}", COULD_NOT_RUN)
+        left = taken(m)  # by a run that was killed; a card may have lost its curve since
+        ours = sorted({*left, *(fans.card.uuid for fans in every)})
+        write_json(m.path(TAKEN), ours, 0o644)
+        with asking():
+            cards, said = [card for card in nvml.cards() if card.uuid in ours], ""
+        with contextlib.suppress(HostError):  # fans that are stuck are better watched than not
+            _release(nvml, [card for card in cards if card.uuid in left])
         while True:
             for fans in every:
                 tick(nvml, fans)
@@ -282,3 +321,5 @@ def follow(
             raise HostError(stuck.code, cause, stuck.fix) from None
         finally:
             nvml.close()
+            if lock is not None:
+                os.close(lock)

@@ -15,6 +15,7 @@ PLAN = Path("/etc/specrig/plan.json")
 # Units of ours that are no service: a scrub that is not running is no shortfall.
 OWN = (
     "specrig-cdi.service",
+    "specrig-gpu-fans.service",
     "specrig-gpu-tuning.service",
     "specrig-scrub.service",
     "specrig-share.service",

@@ -1,11 +1,13 @@
-"""Power limits of the cards, and sleep: set as planned, read back, and taken back again.
+"""Power limits of the cards, and sleep: set as planned, read back, and taken back again; whether their fans can follow a curve.
 
 Input, as the plan has it: {state: present|absent, cards: [{gpu: "all"|index|UUID, watts | percent, clocks_mhz: [low, high]|null}],
-mask_sleep}. A later entry beats an earlier one; percent is of the card's own default limit. A limit outside of what the card
-itself reports is refused before any card is touched. Where the card takes no limit at all, the clock lock is tried if there is
-one; a card that takes neither is reported, and is no failure.
-Output: {ok, changed, cards: [{index, uuid, name, default_w, wanted_w, limit_w, how, said}], sleep_targets: [changed ones]};
-how is limit, clocks, unsupported or default.
+fans: [{gpu, curve: [[°C, %], …]}], mask_sleep}. A later entry beats an earlier one; percent is of the card's own default
+limit. A limit outside of what the card itself reports is refused before any card is touched. Where the card takes no limit at
+all, the clock lock is tried if there is one; a card that takes neither is reported, and is no failure.
+Curves are only looked at, and refused before anything is set; fan-curve, a process that stays, follows them. Where none is
+declared any more, fans that such a process took and left are given back.
+Output: {ok, changed, cards: [{index, uuid, name, default_w, wanted_w, limit_w, how, said}], fans: [see fan-curve],
+sleep_targets: [changed ones]}; how is limit, clocks, unsupported or default.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specrig.host import machine
+from specrig.host import fans, machine
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.machine import Machine
 
@@ -48,7 +50,12 @@ def parse(text: str) -> dict[str, Any]:
             name = card["gpu"]
             if (card["watts"] is None) == (card["percent"] is None) or (clocks is not None and len(clocks) != 2):
                 raise ValueError(f"card {name!r} needs watts or percent, and two clocks if any")
-        return {"state": job.get("state", "present"), "cards": cards, "mask_sleep": bool(job.get("mask_sleep"))}
+        return {
+            "state": job.get("state", "present"),
+            "cards": cards,
+            "fans": fans.entries(job),
+            "mask_sleep": bool(job.get("mask_sleep")),
+        }
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise HostError(
             "TUNING_JOB", f"cannot read the job: {error}", "see specrig-host gpu-tuning --help", COULD_NOT_RUN
@@ -190,21 +197,23 @@ def tuning(
     m: Machine | None = None,
     sleep: Sleep = time.sleep,
 ) -> dict[str, Any]:
-    """Carry the job out. `again` also sets what cannot be read back (clocks); `wait_s` for the driver to come up."""
+    """Carry the job out. `again`, at boot, also sets what cannot be read back (clocks); `wait_s` for the driver to come up."""
     m, job = m or Machine(), parse(text)
     present = job["state"] == "present"
     remembered: dict[str, dict[str, Any]] = _read(m.path(REMEMBERED))
     slept = sleep_targets(m, present and job["mask_sleep"], check=True)
-    gpus, error = _cards(m, wait_s, sleep) if job["cards"] or remembered else ([], "")
+    gpus, error = _cards(m, wait_s, sleep) if job["cards"] or job["fans"] or remembered else ([], "")
     if gpus is None:
         if check:
-            return {"changed": True, "cards": [], "sleep_targets": slept, "note": error}
+            return {"changed": True, "cards": [], "fans": [], "sleep_targets": slept, "note": error}
         if present:
             raise HostError(
                 "TUNING_NO_DRIVER", f"nvidia-smi: {error}", "systemctl status nvidia-persistenced", COULD_NOT_RUN
             )
         gpus = []
     wanted = targets(job, gpus)
+    fanned = fans.look(job["fans"]) if job["fans"] and not again else []  # limits at boot do not hang on fans
+    given = [] if job["fans"] or fans.watched(m) else fans.give_back(m, check)
     left = [gpu for gpu in gpus if gpu["uuid"] in remembered and gpu["uuid"] not in wanted]
     due = [
         gpu
@@ -216,7 +225,12 @@ def tuning(
     loose = [gpu for gpu in gpus if gpu["uuid"] in wanted and not gpu["persistence"]]
     if check:
         cards = [_row(i, gpu, wanted, remembered) for i, gpu in enumerate(gpus)]
-        return {"changed": bool(left or due or loose or slept), "cards": cards, "sleep_targets": slept}
+        return {
+            "changed": bool(left or due or loose or slept or given),
+            "cards": cards,
+            "fans": fanned,
+            "sleep_targets": slept,
+        }
     slept = sleep_targets(m, present and job["mask_sleep"], check=False)
     said: dict[str, str] = {}
     for gpu in left:
@@ -238,7 +252,7 @@ def tuning(
         m.path(REMEMBERED).unlink(missing_ok=True)
     gpus = _persistent(m, wanted, wait_s, sleep) if wanted else machine.gpus(m)[0] or []
     cards = [{**_row(i, gpu, wanted, remembered), "said": said.get(gpu["uuid"], "")} for i, gpu in enumerate(gpus)]
-    return {"changed": bool(left or due or slept), "cards": cards, "sleep_targets": slept}
+    return {"changed": bool(left or due or slept or given), "cards": cards, "fans": fanned, "sleep_targets": slept}
 
 
 def _row(

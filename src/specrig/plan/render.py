@@ -100,6 +100,11 @@ def _tuning(job: Mapping[str, Any]) -> str:
         clocks = f", or {card['clocks_mhz'][0]} to {card['clocks_mhz'][1]} MHz" if card["clocks_mhz"] else ""
         which = "all cards" if card["gpu"] == "all" else f"card {card['gpu']}"
         limits.append(f"{which} {limit}{clocks}")
+    for fans in job["fans"]:
+        which = "all cards" if fans["gpu"] == "all" else f"card {fans['gpu']}"
+        limits.append(
+            f"fans of {which} {', '.join(f'{percent} % at {celsius} °C' for celsius, percent in fans['curve'])}"
+        )
     return "; ".join([*limits, *(["no sleep"] if job["mask_sleep"] else [])]) or "nothing"
 
 

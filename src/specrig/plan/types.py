@@ -48,7 +48,7 @@ def _network(text: str) -> str:
 
 def _not_ours(name: str) -> str:
     """A service's name whose unit is not one of specrig's own. Raises PydanticCustomError."""
-    if name in ("cdi", "gateway", "gateway-relay", "gpu-tuning", "scrub", "share", "webui"):
+    if name in ("cdi", "gateway", "gateway-relay", "gpu-fans", "gpu-tuning", "scrub", "share", "webui"):
         raise PydanticCustomError("literal_error", "it is taken: specrig has a unit of this name")
     return name
 
@@ -68,14 +68,23 @@ class GpuClaim(Declared):
     nvlink: bool = Field(False, description="the cards are bridged")
 
 
+FanCurve = Annotated[
+    list[Annotated[list[int], Field(min_length=2, max_length=2)]],
+    Field(
+        description="[[°C, %], …], rising to 100 %; the card's own control below the first point. Absent: fans are left to the card"
+    ),
+]
+
+
 class CardTuning(Declared):
-    """One card's power limit, where it is not that of the others. Watts or per cent."""
+    """One card's power limit (watts or per cent) or fan curve, where it is not that of the others."""
 
     gpu: int | Annotated[str, Field(pattern=r"^(all|GPU-[A-Za-z0-9-]{1,64})$")] = Field(
         description="index, or UUID: that stays when cards are moved"
     )
     power_w: int | None = Field(None, ge=1, le=2000)
     power_percent: int | None = Field(None, ge=1, le=200, description="of the card's own default limit")
+    fan_curve: FanCurve | None = None
 
 
 class ClockLock(Declared):
@@ -86,13 +95,16 @@ class ClockLock(Declared):
 
 
 class GpuTuningDecl(Declared):
-    """Power limits and sleep. Absent: specrig leaves both alone."""
+    """Power limits, fans and sleep. Absent: specrig leaves them alone."""
 
-    state: Literal["present", "absent"] = Field("present", description="absent: back to the cards' own limits")
+    state: Literal["present", "absent"] = Field(
+        "present", description="absent: back to the cards' own limits and fan control"
+    )
     power_w: int | None = Field(None, ge=1, le=2000, description="limit of every card, W")
     power_percent: int | None = Field(
         None, ge=1, le=200, description="limit of every card, of its own default limit; instead of power_w"
     )
+    fan_curve: FanCurve | None = None
     cards: list[CardTuning] = Field([], max_length=16, description="single cards, over what all have")
     clock_lock: ClockLock | None = Field(None, description="only for a card that takes no power limit")
     mask_sleep: bool = Field(True, description="the machine never sleeps: CUDA does not survive it")

@@ -193,6 +193,32 @@ class TestLoop:
         assert under_test.give_back(Machine(tmp_path), nvml=nvml) == [FIRST, SECOND]
         assert not nvml.speeds and not under_test.give_back(Machine(tmp_path), nvml=nvml)
 
+    def test_one_watches_and_whoever_else_would_is_told(self, tmp_path: Path) -> None:
+        nvml, other = FakeNvml(), FakeNvml()
+
+        def second(_n: FakeNvml) -> None:
+            assert under_test.watched(Machine(tmp_path))
+            with pytest.raises(HostError, match="another process sets the fans") as found:
+                loop(tmp_path, [], other)
+            assert found.value.status == 2 and not other.calls and under_test.taken(Machine(tmp_path))
+
+        loop(tmp_path, [second, lambda n: n.speeds[0, 0]], nvml)
+        assert not nvml.speeds and not under_test.watched(Machine(tmp_path))
+
+    def test_what_a_killed_run_left_is_given_back_first(self, tmp_path: Path) -> None:
+        nvml = FakeNvml()
+        nvml.speeds = {(0, 0): 90, (1, 0): 90, (1, 1): 90}
+        record = tmp_path / under_test.TAKEN
+        record.parent.mkdir(parents=True)
+        record.write_text(json.dumps([FIRST, SECOND]))
+        nvml.degrees[0] = 30  # below its first point
+
+        def seen(n: FakeNvml) -> None:
+            assert not n.speeds and under_test.taken(Machine(tmp_path)) == [FIRST, SECOND]
+
+        loop(tmp_path, [seen], nvml, job({"gpu": 0, "curve": CURVE}))
+        assert not under_test.taken(Machine(tmp_path))
+
     def test_what_is_refused_before_a_fan_is_touched(self, tmp_path: Path) -> None:
         nvml = FakeNvml()
         nvml.count[1] = 0

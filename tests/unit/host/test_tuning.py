@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specrig.host import tuning
+from specrig.host import fans, tuning
 from specrig.host.errors import HostError
 from specrig.host.machine import Answer, Machine
 from specrig.lab import cards as fake
@@ -240,6 +240,59 @@ def test_it_waits_for_the_driver(rig: Rig) -> None:
 )
 def test_a_job_that_cannot_be_read(rig: Rig, text: str) -> None:
     assert refused(rig, text).code == "TUNING_JOB"
+
+
+class FanLibrary:
+    """STAND-IN for what is asked about fans; says what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: bool = False) -> None:
+        self.looked: list[Any] = []
+        self.refuse, self.ours = refuse, [FIRST]
+        monkeypatch.setattr(fans, "look", self._look)
+        monkeypatch.setattr(fans, "give_back", self._give_back)
+
+    def _look(self, wanted: Any) -> list[dict[str, Any]]:
+        self.looked.append(wanted)
+        if self.refuse:
+            raise HostError("FANS_NONE", "no fan", "none")
+        return [{"index": 0}]
+
+    def _give_back(self, _m: Machine, only_look: bool) -> list[str]:
+        found = self.ours
+        self.ours = self.ours if only_look else []
+        return found
+
+
+FANS = [{"gpu": 0, "curve": [[40, 30], [75, 80], [83, 100]]}]
+
+
+def with_fans(*cards: dict[str, Any]) -> str:
+    return json.dumps({**json.loads(job(*cards)), "fans": FANS})
+
+
+def test_fans_that_cannot_follow_are_told_before_a_limit_is_set(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FanLibrary(monkeypatch, refuse=True)
+    text = with_fans({"gpu": "all", "watts": 250})
+    assert refused(rig, text).code == refused(rig, text, check=True).code == "FANS_NONE" and rig.limits() == [350, 350]
+    # At boot the limits do not hang on it.
+    run(rig, text, again=True)
+    assert rig.limits() == [250, 250] and library.looked == [FANS, FANS]
+    library.refuse = False
+    assert run(rig, text)["fans"] == [{"index": 0}] and not run(rig, text)["changed"]
+    bad = json.dumps({"fans": [{"gpu": 0, "curve": [[40, 30], [80, 60]]}]})
+    assert refused(rig, bad).code == "FANS_CURVE"
+
+
+def test_fans_that_no_curve_is_for_any_more_are_given_back_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FanLibrary(monkeypatch)
+    run(rig, with_fans())
+    assert library.ours == [FIRST]
+    assert run(rig, job(), check=True)["changed"] and library.ours == [FIRST]
+    monkeypatch.setattr(fans, "watched", lambda _m: True)  # the process that follows them gives back as it ends
+    assert not run(rig, job())["changed"] and library.ours == [FIRST]
+    monkeypatch.undo()
+    library = FanLibrary(monkeypatch)
+    assert run(rig, job(state="absent"))["changed"] and not run(rig, job(state="absent"))["changed"]
 
 
 def test_watts_are_saved_only_where_they_were_measured(rig: Rig) -> None:

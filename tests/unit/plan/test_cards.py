@@ -135,6 +135,7 @@ def test_the_job_that_the_host_carries_out() -> None:
             {"gpu": "all", "watts": 250, "percent": None, "clocks_mhz": [210, 1500]},
             {"gpu": "GPU-1", "watts": None, "percent": 70, "clocks_mhz": [210, 1500]},
         ],
+        "fans": [],
         "mask_sleep": True,
     }
     assert dual().host["gpu_tuning"] is None
@@ -184,6 +185,49 @@ def test_a_card_that_is_not_there() -> None:
 )
 def test_a_tuning_that_contradicts_itself(tuning: dict[str, Any]) -> None:
     assert codes(tuned(**tuning)) == ["GPU_TUNING_CONTRADICTION"]
+
+
+CURVE = [[40, 30], [60, 50], [75, 80], [83, 100]]
+
+
+def test_fans_that_follow_a_curve() -> None:
+    quiet = [[50, 30], [83, 100]]
+    plan = tuned(fan_curve=CURVE, cards=[{"gpu": 1, "power_w": 250, "fan_curve": quiet}])
+    job = plan.host["gpu_tuning"]
+    assert plan.ok and job["fans"] == [{"gpu": "all", "curve": CURVE}, {"gpu": 1, "curve": quiet}]
+    assert [card["gpu"] for card in job["cards"]] == [1]
+    assert "fans of card 1 30 % at 50 °C, 100 % at 83 °C; no sleep" in " ".join(table({"host": plan}).split())
+    assert tuned(cards=[{"gpu": 0, "fan_curve": CURVE}]).ok
+
+
+@pytest.mark.parametrize(
+    ("tuning", "code", "words"),
+    [
+        ({"fan_curve": [[40, 30], [80, 60]]}, "GPU_FAN_CURVE", "rig_gpu_tuning.fan_curve: it ends with 60 % at 80 °C"),
+        ({"fan_curve": [[83, 100]]}, "GPU_FAN_CURVE", "2 to 16 points"),
+        (
+            {"cards": [{"gpu": 1, "fan_curve": [[60, 50], [50, 100]]}]},
+            "GPU_FAN_CURVE",
+            "cards[0].fan_curve: [50, 100] after",
+        ),
+        ({"cards": [{"gpu": 2, "fan_curve": CURVE}]}, "GPU_TUNING_CARD", "cards[0] names 2"),
+        (
+            {"cards": [{"gpu": 1, "fan_curve": CURVE}] * 2},
+            "GPU_TUNING_CONTRADICTION",
+            "cards names 1 twice",
+        ),
+        (
+            {"cards": [{"gpu": 1, "fan_curve": CURVE}, {"gpu": "GPU-1", "fan_curve": CURVE}]},
+            "GPU_TUNING_CONTRADICTION",
+            "cards names 1 twice",
+        ),
+        ({"fan_curve": CURVE, "clock_lock": {"max_mhz": 1500}}, "GPU_TUNING_CONTRADICTION", "no power limit"),
+    ],
+)
+def test_a_curve_that_is_refused(tuning: dict[str, Any], code: str, words: str) -> None:
+    plan = tuned({"gpus": [{**gpu, "uuid": f"GPU-{n}"} for n, gpu in enumerate(THERE["gpus"])]}, **tuning)
+    assert codes(plan) == [code] and words in plan.refusals[0].cause
+    assert tuned(**{**tuning, "state": "absent"}).ok
 
 
 def test_an_engine_without_tensor_parallelism_takes_no_p2p() -> None:
