@@ -93,7 +93,7 @@ CODES = {
     "DRIVER_ABSENT": Code(
         "refusal",
         "No NVIDIA driver is loaded, and none is to be installed",
-        "install one, or let specrig: rig_driver: {source: distro, branch: 550} (Debian 13's; Ubuntu 24.04 has 580)",
+        "install one of the branch that ./rig plan names, or let specrig (docs/driver.md)",
     ),
     "DRIVER_FOREIGN": Code(
         "refusal",
@@ -211,7 +211,10 @@ def _driver(facts: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[dic
         state = {False: "DKMS's key is not enrolled", None: "no key of DKMS is enrolled"}[boot["dkms_key_enrolled"]]
         yield finding("SECURE_BOOT", f"Secure Boot is on, no driver is loaded, {state}")
     if not loaded and not managed:
-        yield finding("DRIVER_ABSENT", facts["gpus_error"] or "no nvidia module is loaded")
+        cause, fix = facts["gpus_error"] or "no nvidia module is loaded", ""
+        if branch := want.get("branch"):  # not whatever the distribution has: an old one holds the engine back
+            fix = f"install branch {branch}, or let specrig: rig_driver: {{source: nvidia, branch: {branch}, …}} (docs/driver.md)"
+        yield finding("DRIVER_ABSENT", f"{cause}; {want['reason']}" if want.get("reason") else cause, fix)
     elif loaded and facts["gpus"] is None:
         yield finding("DRIVER_MISMATCH", f"module {loaded} is loaded, nvidia-smi says: {facts['gpus_error']}")
     elif loaded and not managed and _key(loaded) < _key(want.get("min_version") or "0"):

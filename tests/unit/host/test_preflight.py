@@ -281,6 +281,12 @@ def no_clock(rig: Rig) -> None:
     rig.tools["timedatectl"] = Answer(0, "NTP=no\nNTPSynchronized=no\n", "")
 
 
+def test_a_driver_that_is_not_there_is_proposed_as_new_as_the_plan_needs_it(rig: Rig) -> None:
+    driver = {"source": "none", "branch": 580, "min_version": "580.65.06", "reason": "vllm 0.33.0 carries CUDA 13.0"}
+    [one] = [one for one in rig.look(driver=driver)["findings"] if one["code"] == "DRIVER_ABSENT"]
+    assert "branch: 580" in one["fix"] and "550" not in one["fix"] and "carries CUDA 13.0" in one["cause"]
+
+
 CUDA = {"source": "none", "min_version": "550.54.14"}
 OURS = {"source": "distro", "min_version": "550.54.14"}
 
