@@ -141,3 +141,12 @@ def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
     with os.fdopen(handle, "w") as out:
         json.dump(value, out, sort_keys=True)
     scratch.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specrig.host.progress import sync
+
 ROOT = Path("/var/lib/specrig/services")
 UNITS = Path("/etc/systemd/system")
 
@@ -69,7 +71,7 @@ class Home:
         scratch.unlink(missing_ok=True)
         scratch.symlink_to(f"generations/{generation}")
         scratch.replace(self.path / name)
-        _sync(self.path)
+        sync(self.path)
 
     def _forget_others(self) -> None:
         kept = {record["id"] for link in ("proven", "previous") if (record := self.get(link))}
@@ -123,15 +125,7 @@ def write(path: Path, data: bytes, mode: int = 0o644) -> None:
         out.flush()
         os.fsync(out.fileno())
     scratch.replace(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)
 
 
 def restore(content: Mapping[Path, bytes]) -> None:

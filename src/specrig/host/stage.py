@@ -42,7 +42,7 @@ from specrig.host.manifest import (
     is_published,
     read_manifest,
 )
-from specrig.host.progress import Progress, amount
+from specrig.host.progress import Progress, amount, sync
 
 # Left free on the filesystem: a full disk breaks more than the download.
 RESERVE = 512 * 10**6
@@ -548,7 +548,7 @@ class _Verifier:
         found = digest(path, spec.kind, self._tick)
         if found != spec.digest:
             return f"{spec.path} has {spec.kind} {found[:12]}…, locked is {spec.digest[:12]}…"
-        _sync(path)
+        sync(path)
         return None
 
     def _tick(self, count: int) -> None:
@@ -597,14 +597,6 @@ def _derive(artefact: Artefact, job: Job, progress: Progress) -> list[dict[str, 
     return files
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _publish(artefact: Artefact, job: Job, files: list[dict[str, Any]], progress: Progress) -> None:
     """Make everything durable, then give it its name in one step."""
     progress.update("publish", message=artefact.id)
@@ -614,9 +606,9 @@ def _publish(artefact: Artefact, job: Job, files: list[dict[str, Any]], progress
         for name in names:
             path = Path(base, name)
             path.chmod(0o644)
-            _sync(path)
+            sync(path)
         Path(base).chmod(0o755)
-        _sync(Path(base))
+        sync(Path(base))
     parent = artefact.path.parent
     parent.mkdir(mode=0o755, exist_ok=True)
     trash = partial.with_name(f".old-{artefact.path.name}")
@@ -624,8 +616,8 @@ def _publish(artefact: Artefact, job: Job, files: list[dict[str, Any]], progress
         _discard(trash)
         artefact.path.rename(trash)
     partial.rename(artefact.path)
-    _sync(parent)
-    _sync(parent.parent)
+    sync(parent)
+    sync(parent.parent)
     _discard(trash)
     with contextlib.suppress(OSError):  # not empty: another revision is on its way
         partial.parent.rmdir()
@@ -637,7 +629,7 @@ def remove(directory: Path, root: Path) -> None:
     trash.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _discard(trash)
     directory.rename(trash)
-    _sync(directory.parent)
+    sync(directory.parent)
     _discard(trash)
     with contextlib.suppress(OSError):
         trash.parent.rmdir()
@@ -656,4 +648,4 @@ def _flip(link: Path, target: str) -> None:
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(target)
     scratch.replace(link)
-    _sync(link.parent)
+    sync(link.parent)
