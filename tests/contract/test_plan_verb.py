@@ -32,6 +32,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "latest": (r1(image="vllm/vllm-openai:latest"), "IMAGE_LATEST"),
     "nothing": ({"rig_gpus": [{"name": "rtx_4090", "count": 1}]}, "NOTHING_DECLARED"),
     "bare": ({}, "NOTHING_DECLARED"),
+    "unused": (r1(host={"rig_driver": {"reboot": "ask"}}), "FIELD_UNUSED"),
+    "docker": (r1(host={"rig_docker_daemon_options": {"log-opts": {"max-file": 3}}}), "DOCKER_OPTION_TYPE"),
 }
 
 
@@ -113,3 +115,12 @@ def test_a_lock_that_can_not_be_read_and_a_host_that_is_not_there(tmp_path: Path
     assert broken.returncode == 2 and f"{tmp_path}/models.lock.yml is no YAML" in broken.stderr
     unknown = rig("-i", str(inventory), "alhpa")
     assert unknown.returncode == 2 and "UNKNOWN_HOST: alhpa" in unknown.stderr and "alpha" in unknown.stderr
+
+
+def test_a_gateway_outside_the_group_is_not_ignored(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yml"
+    gateway = {"gateway": {"hosts": {"gw": {"rig_gateway": {"bind": "192.0.2.1"}}}}}  # the group is `gateways`
+    hosts.write_text(yaml.safe_dump({"rigs": {"hosts": {"alpha": {"rig_profile": "cpu_demo"}}}, **gateway}))
+    done = rig("-i", str(hosts))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("GATEWAY_NOT_IN_GROUP: gw has rig_gateway") and "next: put gw under" in done.stderr

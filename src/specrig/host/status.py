@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrig.host import diagnosis, docker_api, proven, ready, retire, start, units
+from specrig.host import diagnosis, docker_api, proof, proven, ready, retire, start, units
 from specrig.host.errors import HostError
 from specrig.host.manifest import DAMAGED, read_manifest
 
@@ -49,12 +49,9 @@ def models(root: Path) -> list[dict[str, Any]]:
 
 
 def _health(service: dict[str, Any]) -> dict[str, Any] | None:
-    ports = service.get("ports") or []
-    if not ports:
+    if not service.get("ports"):
         return None
-    bind = str(ports[0].get("bind") or "127.0.0.1")
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)  # noqa: S104  compared, not bound
-    url = f"http://{f'[{host}]' if ':' in host else host}:{ports[0].get('port')}"
+    url = proof.url(service)
     try:
         code, _ = ready.call(url, str(service.get("health_path") or "/health"), timeout=3)
     except (OSError, http.client.HTTPException) as error:
