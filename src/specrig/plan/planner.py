@@ -18,7 +18,7 @@ from specrig.plan.declare import (
 )
 from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
-from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, resolve, unknown_models
+from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, models_to_ask, resolve
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.tuning import tuning_job
 from specrig.plan.types import DriverClaim, Facts, Finding, GpuClaim, HostDecl, HostPlan, ModelRef, ServicePlan
@@ -73,7 +73,7 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
             service, faults = resolve(item, host, lock)
             found += faults
             services += [service] if service else []
-            unknown += [] if service else unknown_models(item, host, lock)
+            unknown += [] if service else models_to_ask(item, host, lock)
     for service in services:
         found += [_named(service, f) for rule in SERVICE_RULES for f in rule(service)]
     found += [f for rule in HOST_RULES for f in rule(host, services)]
@@ -303,7 +303,7 @@ def _models(host: Host, services: list[Service]) -> list[dict[str, Any]]:
 
 
 def _to_lock(ref: ModelRef) -> dict[str, Any]:
-    """A model that nothing is known of, as `./rig models lock` needs it: of a plan that is refused, so nobody else reads it."""
+    """A model of a service that is not resolved, as `./rig models lock` needs it: of a plan that is refused, so nobody else reads it."""
     return {
         "id": f"{ref.repo}@{ref.revision or 'unlocked'}",
         "repo": ref.repo,

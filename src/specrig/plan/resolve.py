@@ -323,10 +323,16 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
     return model, []
 
 
-def unknown_models(decl: ServiceDecl, host: Host, lock: Lock) -> list[ModelRef]:
-    """The models of a service of which neither lock nor catalog know anything: what the lock is still to be asked for."""
+def models_to_ask(decl: ServiceDecl, host: Host, lock: Lock) -> list[ModelRef]:
+    """The models of a service, when neither lock nor catalog know one of them: what the lock is to ask the hub for."""
     refs = [decl.target, *([decl.draft] if decl.draft else [])]
-    return [ref for ref in refs if any(f.code == "MODEL_UNKNOWN" for f in model_of(ref, lock, host.catalog)[1])]
+    known = [model_of(ref, lock, host.catalog) for ref in refs]
+    if not any(found.code == "MODEL_UNKNOWN" for _, faults in known for found in faults):
+        return []
+    return [
+        ref.model_copy(update={"file": ref.file or (model.file if model else None)})
+        for ref, (model, _) in zip(refs, known, strict=True)
+    ]
 
 
 def vocab_mode(decl: ServiceDecl, method: Method, target: Model, draft: Model | None, traits: Mapping[str, Any]) -> str:

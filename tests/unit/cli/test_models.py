@@ -129,3 +129,16 @@ def test_save_is_readable_and_sorted(tmp_path: Path) -> None:
     lines = (tmp_path / "lock.yml").read_text().splitlines()
     assert lines[0].startswith("# Written by ./rig models lock")
     assert [line.strip() for line in lines[1:]] == ["models:", "a/a:", "x: é", "b/b:", "x: 1"]
+
+
+def test_a_model_that_the_catalog_does_not_know_is_locked_and_then_planned(rig: Rig, hub: Hub) -> None:
+    folder = hub.root / "somebody/new" / OLD
+    folder.mkdir(parents=True)
+    for file in (hub.root / TARGET / OLD).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    rig.declared = tiny(target={"repo": "somebody/new"})
+    assert [f.code for f in plan_host("alpha", rig.declared, {}).refusals] == ["MODEL_UNKNOWN"]
+    assert rig.lock() == 0
+    locked = yaml.safe_load(rig.path.read_text())
+    assert set(locked["models"]) == {"somebody/new", DRAFT}
+    assert "MODEL_UNKNOWN" not in {f.code for f in plan_host("alpha", rig.declared, locked).refusals}

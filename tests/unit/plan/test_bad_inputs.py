@@ -269,9 +269,13 @@ def test_mapping_vocabularies_is_told_in_the_engines_own_versions() -> None:
     assert cause("rtx4090_r1_14b_sglang").endswith("SGLang can not map vocabularies")
 
 
-def test_a_model_nobody_knows_is_there_to_be_locked() -> None:
+def test_a_model_nobody_knows_is_there_to_be_locked_and_its_draft_with_it() -> None:
     plan = plan_host("bad", r1(target={"repo": "nobody/nothing", "file": "a.gguf"}))
-    assert [(m["repo"], m["revision"], m["file"]) for m in plan.models] == [("nobody/nothing", None, "a.gguf")]
+    draft = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    assert [(m["repo"], m["revision"], m["file"]) for m in plan.models] == [
+        ("nobody/nothing", None, "a.gguf"),
+        (draft, None, None),
+    ]
 
 
 def test_switching_speculation_off_makes_no_field_idle() -> None:
