@@ -51,14 +51,15 @@ def serve(port: int) -> None:
     print("stand-in: all answers given", flush=True)
 
 
-def image(name: str) -> None:
-    """Python, a shell, and this file; `docker import` makes an image of them."""
-    files = {Path(program) for program in PROGRAMS} | {path.resolve() for path in map(Path, PROGRAMS)}
-    for program in PROGRAMS:
+def image(name: str, programs: tuple = PROGRAMS, more: tuple = ((__file__, "engine.py"),), changes: tuple = ()) -> None:
+    """Python, a shell, and this file (or `more`: files and their places); `docker import` makes an image of them."""
+    files = {Path(program) for program in programs} | {path.resolve() for path in map(Path, programs)}
+    for program in programs:
         said = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
         files |= {Path(word) for word in said.split() if word.startswith("/")}
     library = Path(os.__file__).parent
-    docker = subprocess.Popen(["docker", "import", "-", name], stdin=subprocess.PIPE)
+    options = [word for change in changes for word in ("--change", change)]
+    docker = subprocess.Popen(["docker", "import", *options, "-", name], stdin=subprocess.PIPE)
     with tarfile.open(fileobj=docker.stdin, mode="w|", dereference=True) as out:
         for path in sorted({file.parent.resolve() / file.name for file in files}):
             out.add(path, str(path).lstrip("/"))
@@ -71,7 +72,8 @@ def image(name: str) -> None:
             str(library).lstrip("/"),
             filter=lambda i: None if "__pycache__" in i.name or "/test" in i.name else i,
         )
-        out.add(__file__, "engine.py")
+        for source, place in more:
+            out.add(source, place)
     docker.stdin.close()
     sys.exit(docker.wait())
 

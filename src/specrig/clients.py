@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import yaml
 
 from specrig.plan import GatewayPlan, HostPlan
+from specrig.plan.webui import GATEWAY_CA
 
 KEY = "OPENAI_API_KEY"
 CA_FILE = "specrig-ca.crt"
-CA_ON_HOST = "/var/lib/specrig-gateway-caddy/caddy/pki/authorities/local/root.crt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Endpoint:
     @property
     def fetch_ca(self) -> str:
         """A shell line that fetches the authority's root, which clients must trust; empty when there is none."""
-        return f"ssh {shlex.quote(self.ssh)} sudo cat {CA_ON_HOST} > {CA_FILE}" if self.tls == "internal" else ""
+        return f"ssh {shlex.quote(self.ssh)} sudo cat {GATEWAY_CA} > {CA_FILE}" if self.tls == "internal" else ""
 
 
 def address(name: str, variables: Mapping[str, Any]) -> str:
@@ -173,6 +173,10 @@ def settings(e: Endpoint) -> dict[str, dict[str, Any]]:
             "note": f"legacy: development ended in June 2026, the repository is read-only; the key goes into ~/.continue/.env as {KEY}=…",
         },
         "cursor": _cursor(e),
+        "open-webui": {
+            "how": f"rig_webui: {{}}    # of {e.host}, in the inventory; then ./rig up",
+            "note": "chats and accounts in a browser, run by the rig itself: docs/webui.md",
+        },
     }
     return {name: {"usable": True, **one} for name, one in told.items()}
 

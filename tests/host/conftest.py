@@ -30,6 +30,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "nvidia_driver": lambda plan: plan["driver"].get("source", "none") != "none",
     "gpu_tuning": lambda plan: (plan["host"].get("gpu_tuning") or {}).get("state") == "present",
     "nvidia_container_toolkit": lambda plan: bool(plan["host"].get("container_toolkit")),
+    "webui": lambda plan: (plan["host"].get("webui") or {}).get("state") == "present",
 }
 
 

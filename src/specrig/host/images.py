@@ -250,6 +250,9 @@ def _uses(plan: Mapping[str, Any]) -> dict[str, list[str]]:
     uses: dict[str, list[str]] = {}
     for service in plan["services"]:
         uses.setdefault(str(service["image"]), []).append(f"planned for {service['name']}")
+    webui = (plan.get("host") or {}).get("webui") or {}
+    if webui.get("state") == "present":
+        uses.setdefault(str(webui["image"]), []).append("planned for webui")
     for home in proven.homes():
         for link in ("proven", "previous"):
             if record := home.get(link):

@@ -110,7 +110,7 @@ def complete_one(url: str, model: str, key: str | None, timeout: float, path: st
 
 def ready(
     url: str,
-    model: str,
+    model: str | None,
     timeout: float,
     key_file: Path | None = None,
     container: str | None = None,
@@ -118,6 +118,8 @@ def ready(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Wait until `url` completes one token for `model`; print each phase. Returns {changed, ready, seconds, phases}.
+
+    Without a model, until its health is good: what answers there is no engine.
 
     Raises READY_TIMEOUT, READY_GONE, READY_KEY or READY_MODEL.
     """
@@ -151,7 +153,9 @@ def ready(
             )
         try:
             status, _ = call(url, "/health", timeout=min(5, left))
-            if status == 200:
+            if status == 200 and model is None:
+                break
+            if status == 200 and model:
                 note = note if phase == "warming" else ""
                 enter("warming")
                 note = complete_one(url, model, key, min(120, left)) or ""

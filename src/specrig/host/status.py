@@ -21,6 +21,7 @@ OWN = (
     "specrig-share.service",
     "specrig-gateway.service",
     "specrig-gateway-relay.service",
+    "specrig-webui.service",
 )
 
 
@@ -101,6 +102,23 @@ def _container(name: str) -> dict[str, Any] | None:
     }
 
 
+def webui(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The web interface as planned (`host.webui`) and as it is; None where none is planned."""
+    if not wanted or wanted.get("state") != "present":
+        return None
+    unit = units.show(str(wanted["unit"]))[0]
+    files = [f"/etc/systemd/system/{wanted['unit']}", *(one["key_file"] for one in wanted["endpoints"])]
+    return {
+        "unit": wanted["unit"],
+        "there": unit.get("LoadState") == "loaded",
+        "state": unit.get("ActiveState"),
+        "since": unit.get("StateChangeTimestamp"),
+        "restarts": int(unit.get("NRestarts") or 0),
+        "stale": unit.get("NeedDaemonReload") == "yes" or units.older_than(unit, [file for file in files if file]),
+        "health": _health(wanted),
+    }
+
+
 def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
     """All of it. `root` is the models' directory; by default the applied plan's, else /srv/models."""
     try:
@@ -142,6 +160,7 @@ def status(root: Path | None = None, plan_file: Path = PLAN) -> dict[str, Any]:
         "changed": False,
         "plan_hash": (plan or {}).get("plan_hash"),
         "units": rows,
+        "webui": webui(((plan or {}).get("host") or {}).get("webui")),
         "models": models(root),
         "models_root": str(root),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrig.lab import cleanup, engine, enginesimage, hubhost, llamaimage
+from specrig.lab import cleanup, engine, enginesimage, hubhost, llamaimage, webuiimage
 from specrig.lab import hosts as lab_hosts
 from specrig.lab.errors import LabError
 
@@ -52,6 +52,10 @@ class Lab:
     def ensure_llama_image(self) -> str:
         """Have llama.cpp's server in the lab's registry; return its name as lab hosts pull it."""
         return llamaimage.ensure(self.client)
+
+    def ensure_webui_image(self) -> str:
+        """Have Open WebUI in the lab's registry; return its name as lab hosts pull it."""
+        return webuiimage.ensure(self.client)
 
     def publish_model(self, repo: str, revision: str, directory: Path) -> str:
         """Put a model directory on the hub double under repo and revision (40 hex); return the hub's URL for hosts."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from docker.errors import APIError
 
-from specrig.lab import enginesimage, hosts, images, llamaimage, paths
+from specrig.lab import enginesimage, hosts, images, llamaimage, paths, webuiimage
 from specrig.lab.hosts import ADDRESSES, LABEL, NETWORK
 
 
 def idle(client: Any) -> None:
     """Remove what was interrupted, and after the last host of all labs hub and networks; volumes stay, as caches."""
     # An engine image being built counts as a user of the hub.
-    building = (enginesimage.REPOSITORY, llamaimage.REPOSITORY, f"{llamaimage.REPOSITORY}-build")
+    building = (enginesimage.REPOSITORY, llamaimage.REPOSITORY, f"{llamaimage.REPOSITORY}-build", webuiimage.REPOSITORY)
     last = not hosts.find(client) and not any(paths.held(name) for name in building)
     for container in client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True):
         probe = not {"specrig.host", "specrig.hub", "specrig.build"} & container.labels.keys()
@@ -50,7 +50,10 @@ def _remove_images(client: Any) -> int:
         for tag in image.tags:
             ours = tag.startswith(images.PREFIX) or (
                 tag.startswith("127.0.0.1:")
-                and any(f"/{name}:" in tag for name in (enginesimage.REPOSITORY, llamaimage.REPOSITORY))
+                and any(
+                    f"/{name}:" in tag
+                    for name in (enginesimage.REPOSITORY, llamaimage.REPOSITORY, webuiimage.REPOSITORY)
+                )
             )
             if ours:
                 with contextlib.suppress(APIError):

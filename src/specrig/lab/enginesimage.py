@@ -203,20 +203,22 @@ def _pip_error(log: str) -> LabError:
 
 
 def build(client: Any, tag: str) -> None:
-    """Make the image `tag` from the wheelhouse in a container of Debian 12, and commit it. Raises LabError."""
-    wheels = read_lock(LOCK.read_text())
+    """Make the engine's image `tag`. Raises LabError."""
+    install(client, tag, read_lock(LOCK.read_text()), SCRIPT, _CHANGES, "engine image")
+
+
+def install(client: Any, tag: str, wheels: list[Wheel], script: Path, changes: list[str], label: str) -> None:
+    """Make the image `tag` from the wheelhouse by `script` in a container of Debian 12, and commit it. Raises LabError."""
     folder = paths.cache("wheels")
-    with Progress("engine image") as say:
+    with Progress(label) as say:
         # The one waits for the network, the other for the processor.
         parallel([lambda: wheelhouse(wheels, folder, say), lambda: images.ensure_base(client, "debian-12")])
         base = images.base_tag("debian-12")
         volumes = {str(folder): {"bind": "/wheels", "mode": "ro"}}
-        with scripted.ran(
-            client, base, SCRIPT, [w.file for w in wheels], volumes, "the engine's image", say
-        ) as container:
+        with scripted.ran(client, base, script, [w.file for w in wheels], volumes, f"the {label}", say) as container:
             say.phase("committing")
             repository, _, version = tag.rpartition(":")
-            container.commit(repository, version, changes=_CHANGES)
+            container.commit(repository, version, changes=changes)
         say.done(f"built {tag}, {client.images.get(tag).attrs['Size'] / 1e6:.0f} MB")
 
 

@@ -25,30 +25,40 @@ MAX_SEQS_SPECULATING, WARN_SEQS_SPECULATING = 16, 8
 
 def image_is_pinned(s: Service) -> Iterator[Finding]:
     """A tag that moves makes a rebuild another machine."""
-    match = _IMAGE.match(s.image)
     if s.cuda is False and s.decl.image is None and not s.engine.image_cpu and "cpu" in s.engine.devices:
         yield finding("IMAGE_NOT_FOR_CPU", f"device is cpu, and the official image {s.image} is a CUDA build")
-    if match is None:
-        yield finding("IMAGE_INVALID", f"image is {show(s.image)}, not name:tag or name:tag@sha256:<64 hex>")
+    if fault := image_fault(s.image, s.engine.image.format(version=s.version)):
+        yield fault
         return
-    tag, digest = match["tag"], match["digest"]
-    if (tag is None and digest is None) or tag in MOVING_TAGS:
-        fix = f"image: {s.engine.image.format(version=s.version)}"
-        yield finding(
-            "IMAGE_LATEST", f"image is {show(s.image)}, which moves" + ("" if tag else " (no tag means latest)"), fix
-        )
-        return
-    named = _TAG_VERSION.match(tag or "")
+    match = _IMAGE.match(s.image)
+    named = _TAG_VERSION.match(match["tag"] or "") if match else None
     if named and versions.parse(named[1]) != versions.key(s.version):
         fix = f"version: {named[1]}, or another image"
         yield finding("IMAGE_VERSION_MISMATCH", f"image {show(s.image)} says {named[1]}, version says {s.version}", fix)
 
 
+def image_fault(image: str, instead: str) -> Finding | None:
+    """Why `image` can not be run, whatever is in it; `instead` is one that can."""
+    match = _IMAGE.match(image)
+    if match is None:
+        return finding("IMAGE_INVALID", f"image is {show(image)}, not name:tag or name:tag@sha256:<64 hex>")
+    tag, digest = match["tag"], match["digest"]
+    if (tag is None and digest is None) or tag in MOVING_TAGS:
+        cause = f"image is {show(image)}, which moves" + ("" if tag else " (no tag means latest)")
+        return finding("IMAGE_LATEST", cause, f"image: {instead}")
+    return None
+
+
 def image_is_locked(s: Service) -> Iterator[Finding]:
     """A tag can be given to another image, or be taken away; a digest stays."""
-    match = _IMAGE.match(s.image)
+    yield from unlocked(s.image)
+
+
+def unlocked(image: str) -> Iterator[Finding]:
+    """The warning for an image that only a tag names."""
+    match = _IMAGE.match(image)
     if match and match["tag"] and match["tag"] not in MOVING_TAGS and not match["digest"]:
-        yield finding("IMAGE_UNLOCKED", f"{s.image} is a tag without a digest")
+        yield finding("IMAGE_UNLOCKED", f"{image} is a tag without a digest")
 
 
 def method_exists(s: Service) -> Iterator[Finding]:

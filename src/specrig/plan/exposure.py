@@ -11,9 +11,10 @@ from specrig.plan.declare import nearest_word, show
 from specrig.plan.dialects import option_accepted, options
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service, excludes
-from specrig.plan.types import Finding
+from specrig.plan.types import Finding, GatewayDecl
 
 MIN_KEY = 16
+TLS_PORT, HTTP_PORT = 443, 8080
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z", re.ASCII)
 _SECRET_ENV = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -29,6 +30,23 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
         return None if "%" in text else ipaddress.ip_address(text)  # a zone may be any text, and Docker takes none
     except ValueError:
         return None
+
+
+def same_socket(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether two programs that listen on (address, port) would be in each other's way."""
+    a, b = address_of(one[0]), address_of(other[0])
+    return one[1] == other[1] and (a == b or bool(a and a.is_unspecified) or bool(b and b.is_unspecified))
+
+
+def gateway_socket(wanted: GatewayDecl) -> tuple[str, int]:
+    """(how it speaks TLS, "" for not at all; the port) of a gateway."""
+    tls = wanted.tls or ("internal" if wanted.server_name else "")
+    return tls, wanted.port or (TLS_PORT if tls else HTTP_PORT)
+
+
+def reached_here(bind: str) -> str:
+    """The address by which a program on the same host reaches what listens on `bind`, as a URL has it."""
+    return url_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind))  # noqa: S104  compared, not bound
 
 
 def bind_is_safe(s: Service) -> Iterator[Finding]:
@@ -147,10 +165,9 @@ def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
     """Two services can not publish the same port on the same address."""
     for i, one in enumerate(services):
         for other in services[:i]:
-            if one.decl.port != other.decl.port or excludes(one, other):
+            if excludes(one, other):
                 continue
-            a, b = address_of(one.decl.bind), address_of(other.decl.bind)
-            if a == b or (a and a.is_unspecified) or (b and b.is_unspecified):
+            if same_socket((one.decl.bind, one.decl.port), (other.decl.bind, other.decl.port)):
                 where = f"port {one.decl.port} ({', '.join(dict.fromkeys((other.decl.bind, one.decl.bind)))})"
                 taken = {s.decl.port for s in services}
                 free = next(p for p in range(8000, 65536) if p not in taken)
@@ -227,17 +244,23 @@ def arguments_are_ours(s: Service) -> Iterator[Finding]:
         )
 
 
+def variable_fault(name: str, value: str, secret_fix: str) -> Finding | None:
+    """What is wrong with a variable that a person declares, whatever reads it."""
+    if not _ENV_NAME.match(name):
+        return finding("ENV_NAME_INVALID", f"env has {show(name)}, which is no variable name")
+    if _SECRET_ENV.search(name):
+        return finding("SECRET_IN_ENV", f"env has {name}: docker inspect shows it to everyone", secret_fix)
+    if _bad_character(value):
+        return finding("CONTROL_CHARACTER", f"env {name} holds a control character")
+    return None
+
+
 def environment_is_clean(s: Service) -> Iterator[Finding]:
     """env is for harmless settings: no secrets (anyone with docker inspect reads it), nothing the plan decides."""
     ours = s.speaking.env(values(s))
     for name, value in s.decl.env.items():
-        if not _ENV_NAME.match(name):
-            yield finding("ENV_NAME_INVALID", f"env has {show(name)}, which is no variable name")
-        elif _SECRET_ENV.search(name):
-            cause = f"env has {name}: docker inspect shows it to everyone"
-            yield finding("SECRET_IN_ENV", cause, _secret_fix(s, name))
-        elif _bad_character(value):
-            yield finding("CONTROL_CHARACTER", f"env {name} holds a control character")
+        if fault := variable_fault(name, value, _secret_fix(s, name)):
+            yield fault
         elif name in s.speaking.owned_env:
             yield finding("ENV_OWNED", f"env has {name}: {s.speaking.owned_env[name]}")
         elif name in ours and value != ours[name]:

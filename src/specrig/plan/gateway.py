@@ -16,14 +16,14 @@ from typing import Any
 
 from specrig.plan.command import TARGET_PATH
 from specrig.plan.declare import host_declaration, nearest_word, show
-from specrig.plan.exposure import address_of, key_faults, url_host
+from specrig.plan.exposure import TLS_PORT, address_of, gateway_socket, key_faults, same_socket, url_host
 from specrig.plan.planner import plan_hosts
 from specrig.plan.refusals import CODES, finding
 from specrig.plan.types import Finding, GatewayDecl, HostPlan, ServicePlan
+from specrig.plan.webui import CLIENT as WEBUI_CLIENT
 
 # Names that no public certificate authority answers for (RFC 2606, RFC 6762, RFC 8375, ICANN's .internal).
 _PRIVATE_NAMES = ("local", "localhost", "internal", "lan", "home", "corp", "test", "invalid", "example", "home.arpa")
-_TLS_PORT, _HTTP_PORT = 443, 8080
 # Where the relay reads a rig's API key: systemd hands it the key of a service on its own host, the others lie in files of its own.
 CREDENTIALS = "/run/credentials/specrig-gateway-relay.service"
 UPSTREAMS = "/etc/specrig/gateway/upstreams"
@@ -84,6 +84,10 @@ def plan_gateway(
     """The plan of gateway `name`. `rigs`: all rigs' variables by name, with `ansible_host`; `plans`: theirs, when they are made already."""
     decl, found, _ = host_declaration(declaration)
     wanted = decl.rig_gateway or GatewayDecl()
+    if decl.rig_webui is not None and name not in rigs:
+        found.append(finding("GATEWAY_WEBUI_NO_RIG", f"{name} has rig_webui and is not in the group rigs"))
+    elif decl.rig_webui is not None and decl.rig_webui.state == "present" and WEBUI_CLIENT not in wanted.clients:
+        wanted = wanted.model_copy(update={"clients": [*wanted.clients, WEBUI_CLIENT]})
     chosen = [rig for rig in (wanted.rigs if wanted.rigs is not None else rigs) if rig in rigs]
     for rig in [rig for rig in wanted.rigs or [] if rig not in rigs]:
         found.append(finding("GATEWAY_RIG_UNKNOWN", f"rig_gateway.rigs names {show(rig)}{nearest_word(rig, rigs)}"))
@@ -126,11 +130,10 @@ def _where(name: str, variables: Mapping[str, Any]) -> str:
 
 def _listen(name: str, declaration: Mapping[str, Any], wanted: GatewayDecl) -> dict[str, Any]:
     """Where the gateway listens, and the URL that clients use."""
-    tls = wanted.tls or ("internal" if wanted.server_name else "")
-    port = wanted.port or (_TLS_PORT if tls else _HTTP_PORT)
+    tls, port = gateway_socket(wanted)
     address = address_of(wanted.bind)
     host = wanted.server_name or (_where(name, declaration) if address and address.is_unspecified else wanted.bind)
-    usual = _TLS_PORT if tls else 80
+    usual = TLS_PORT if tls else 80
     return {
         "bind": wanted.bind,
         "port": port,
@@ -156,10 +159,10 @@ def _listening(wanted: GatewayDecl, listen: Mapping[str, Any], own: tuple[Servic
         name = wanted.server_name.lower()
         if "." not in name or address_of(name) or name.endswith(tuple(f".{end}" for end in _PRIVATE_NAMES)):
             yield finding("GATEWAY_ACME_UNREACHABLE", f"server_name {show(name)} is no public name")
-        elif port != _TLS_PORT or address.is_loopback:
+        elif port != TLS_PORT or address.is_loopback:
             yield finding(
                 "GATEWAY_ACME_UNREACHABLE",
-                f"it would be asked on port {_TLS_PORT}; this is {url_host(wanted.bind)}:{port}",
+                f"it would be asked on port {TLS_PORT}; this is {url_host(wanted.bind)}:{port}",
             )
     if not listen["tls"] and not address.is_loopback:
         yield finding(
@@ -167,10 +170,7 @@ def _listening(wanted: GatewayDecl, listen: Mapping[str, Any], own: tuple[Servic
         )
     for service in own:
         for taken in service.ports:
-            there = address_of(taken["bind"])
-            if taken["port"] == port and (
-                there == address or address.is_unspecified or (there and there.is_unspecified)
-            ):
+            if same_socket((wanted.bind, port), (taken["bind"], taken["port"])):
                 yield finding("GATEWAY_PORT_CLASH", f"the gateway and {service.name} both listen on port {port}")
 
 

@@ -1,7 +1,7 @@
 """The plan: declaration + lock + facts -> one fully resolved document per host, or refusals."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specrig.plan import compat, exposure, versions
@@ -18,10 +18,22 @@ from specrig.plan.declare import (
 )
 from specrig.plan.pairing import pair_json
 from specrig.plan.refusals import CODES, finding
-from specrig.plan.resolve import Host, HostCard, Lock, Model, Service, cpu_cache, excludes, models_to_ask, resolve
+from specrig.plan.resolve import (
+    Host,
+    HostCard,
+    Lock,
+    Model,
+    Service,
+    cpu_cache,
+    excludes,
+    image_row,
+    models_to_ask,
+    resolve,
+)
 from specrig.plan.rules import HOST_RULES, SERVICE_RULES
 from specrig.plan.tuning import tuning_job
 from specrig.plan.types import DriverClaim, Facts, Finding, GpuClaim, HostDecl, HostPlan, ModelRef, ServicePlan
+from specrig.plan.webui import plan_webui, published
 
 ADD_CARD = f"add the card to {CATALOG}/gpus.yml"
 HUB_ENDPOINT = "https://huggingface.co"
@@ -34,22 +46,24 @@ def plan_host(
     declaration: Mapping[str, Any],
     lock: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    gateway: bool = False,
 ) -> HostPlan:
-    """The plan of one host. Pure; bad input of any type becomes refusals, never an exception."""
-    return _plan(host, declaration, Lock(lock), facts)
+    """The plan of one host. Pure; bad input of any type becomes refusals, never an exception. `gateway`: it is one, too."""
+    return _plan(host, declaration, Lock(lock), facts, gateway)
 
 
 def plan_hosts(
     declarations: Mapping[str, Mapping[str, Any]],
     lock: Mapping[str, Any] | None = None,
     facts: Mapping[str, Mapping[str, Any]] | None = None,
+    gateways: Collection[str] = (),
 ) -> dict[str, HostPlan]:
-    """One plan per host, by name; the lock is read once. `facts` is by host name too."""
-    shared = Lock(lock)
-    return {name: _plan(name, decl, shared, (facts or {}).get(name)) for name, decl in declarations.items()}
+    """One plan per host, by name; the lock is read once. `facts` is by host name too; `gateways`: hosts that are one."""
+    shared, told = Lock(lock), facts or {}
+    return {name: _plan(name, decl, shared, told.get(name), name in gateways) for name, decl in declarations.items()}
 
 
-def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
+def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any, gateway: bool) -> HostPlan:
     known = catalog()
     decl, found, unread = host_declaration(declaration)
     facts, more = host_facts(raw_facts)
@@ -77,12 +91,13 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any) -> HostPlan:
     for service in services:
         found += [_named(service, f) for rule in SERVICE_RULES for f in rule(service)]
     found += [f for rule in HOST_RULES for f in rule(host, services)]
-    found = list(dict.fromkeys(found))
+    webui, webui_images, faults = plan_webui(host, services, lock, gateway)
+    found = list(dict.fromkeys([*found, *faults]))
     return HostPlan(
-        host=_host_json(host, services),
+        host=_host_json(host, services, webui),
         services=tuple(_render(host, service, services) for service in services),
         models=(*_models(host, services), *map(_to_lock, unknown)),
-        images=tuple(_images(services)),
+        images=(*_images(services), *webui_images),
         driver=_driver(host, services),
         refusals=tuple(f for f in found if CODES[f.code].level == "refusal"),
         warnings=tuple(f for f in found if CODES[f.code].level == "warning"),
@@ -150,7 +165,7 @@ def _count(names: list[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
 
 
-def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
+def _host_json(host: Host, services: list[Service], webui: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "name": host.name,
         "profile": host.decl.rig_profile,
@@ -163,9 +178,10 @@ def _host_json(host: Host, services: list[Service]) -> dict[str, Any]:
         "docker_daemon_options": host.decl.rig_docker_daemon_options,
         "docker_data_root": host.decl.rig_docker_data_root or "",
         "docker_data_root_existing": host.decl.rig_docker_data_root_existing,
-        "firewall": {"allow": host.decl.rig_allow_from, "ports": exposure.published(services)},
+        "firewall": {"allow": host.decl.rig_allow_from, "ports": [*exposure.published(services), *published(webui)]},
         "container_toolkit": toolkit.model_dump() if (toolkit := host.decl.rig_container_toolkit) else None,
         "gpu_tuning": tuning_job(host),
+        "webui": webui,
         "preflight_ignore": host.decl.rig_preflight_ignore,
         "speculation": host.decl.rig_speculation,
         "gpus": [
@@ -316,17 +332,8 @@ def _to_lock(ref: ModelRef) -> dict[str, Any]:
 
 
 def _images(services: list[Service]) -> list[dict[str, Any]]:
-    """Images to be on the host: as the unit runs them, as declared, and what the lock knows of their size."""
-    out = {}
-    for service in services:
-        locked = service.locked_image
-        out[service.image] = {
-            "image": service.image,
-            "declared": service.declared_image,
-            "size": locked.size if locked else None,
-            "layers": [layer.model_dump() for layer in locked.layers] if locked else [],
-        }
-    return list(out.values())
+    """Images to be on the host, each once."""
+    return list({s.image: image_row(s.image, s.declared_image, s.locked_image) for s in services}.values())
 
 
 def _driver(host: Host, services: list[Service]) -> dict[str, Any]:

@@ -78,6 +78,9 @@ def _host(name: str, plan: HostPlan) -> Iterator[str]:
     for service in plan.services:
         yield ""
         yield from _service(service)
+    if webui := plan.host.get("webui"):
+        yield ""
+        yield from _webui(webui)
     for title, found in (("warnings", plan.warnings), ("refusals", plan.refusals)):
         if found:
             yield ""
@@ -106,6 +109,16 @@ def _tuning(job: Mapping[str, Any]) -> str:
             f"fans of {which} {', '.join(f'{percent} % at {celsius} °C' for celsius, percent in fans['curve'])}"
         )
     return "; ".join([*limits, *(["no sleep"] if job["mask_sleep"] else [])]) or "nothing"
+
+
+def _webui(webui: Mapping[str, Any]) -> Iterator[str]:
+    if webui["state"] == "absent":
+        yield f"  webui    none; data stays in {webui['data']}"
+        return
+    yield f"  webui    Open WebUI at {webui['url']}"
+    yield f"    image    {webui['image']}"
+    yield f"    asks     {', '.join(endpoint['url'] for endpoint in webui['endpoints'])}"
+    yield f"    unit     {webui['unit']}; data in {webui['data']}"
 
 
 def _counted(titles: Iterator[str]) -> list[tuple[str, int]]:

@@ -443,6 +443,17 @@ def _cards_of(decl: ServiceDecl, host: Host) -> tuple[tuple[HostCard, ...], tupl
     return tuple(card for card in found if card is not None), wanted
 
 
+def image_row(image: str, declared: str, locked: LockedImage | None) -> dict[str, Any]:
+    """An image as a plan lists it: as it is run, as declared, and what the lock knows of its size."""
+    layers = [layer.model_dump() for layer in locked.layers] if locked else []
+    return {"image": image, "declared": declared, "size": locked.size if locked else None, "layers": layers}
+
+
+def by_digest(declared: str, locked: LockedImage | None) -> str:
+    """The image as it is run: with the lock's digest, where the declaration has none."""
+    return f"{declared}@{locked.digest}" if locked and "@" not in declared else declared
+
+
 def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, list[Finding]]:
     """A service with everything filled in, or what is missing to do so."""
     catalog, engine = host.catalog, host.catalog.engines[decl.engine]
@@ -468,7 +479,7 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
         decl=decl,
         engine=engine,
         version=version,
-        image=f"{declared}@{locked.digest}" if locked and "@" not in declared else declared,
+        image=by_digest(declared, locked),
         declared_image=declared,
         locked_image=locked,
         target=target,

@@ -257,6 +257,18 @@ class GatewayDecl(Declared):
     )
 
 
+class WebuiDecl(Declared):
+    """Open WebUI beside the services: chats and accounts in a browser. Absent: specrig leaves it alone."""
+
+    state: Literal["present", "absent"] = Field("present", description="absent: removed; its data stays")
+    bind: Text = Field("127.0.0.1", description="host address that it listens on")
+    port: int = Field(3000, ge=1024, le=65535)
+    image: Text | None = Field(None, description="overrides the official image; tag or tag@sha256, never latest")
+    env: dict[str, Annotated[str, Field(max_length=4096)]] = Field(
+        {}, max_length=64, description="Open WebUI's own settings; never a secret"
+    )
+
+
 class HostDecl(Declared):
     """The rig_* variables of one host. Other variables are Ansible's and are not read."""
 
@@ -314,6 +326,7 @@ class HostDecl(Declared):
     rig_gateway_keys: Any = Field(
         None, description="{client: vaulted key}; a client without one: generated on the host, once"
     )
+    rig_webui: WebuiDecl | None = Field(None, description="Open WebUI for this host's gateway or services")
 
 
 class PowerFact(BaseModel):

@@ -20,7 +20,8 @@ from specrig.verbs.plan import make_all_plans
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb."""
     verb = verbs.add_parser(
-        "clients", help="settings for curl, the OpenAI SDKs, Cline, OpenHands, Continue, Cursor; no key in them"
+        "clients",
+        help="settings for curl, the OpenAI SDKs, Cline, OpenHands, Continue, Cursor, Open WebUI; no key in them",
     )
     verb.add_argument("name", nargs="?", metavar="NAME", help="one client (default: all)")
     add_inventory(verb)

@@ -51,6 +51,15 @@ def shortfalls(report: dict[str, Any], plan: HostPlan) -> list[str]:
         for name, u in units.items()
         if (speculation := (u.get("upgrade") or {}).get("speculation") or {}).get("short")
     ]
+    web = report.get("webui") or {}
+    if web and not web["there"]:
+        missing.append(f"{web['unit']} is planned and not there")
+    elif web and web["state"] != "active":
+        down.append(f"{web['unit']} is {web['state']}: journalctl -u {web['unit']}")
+    elif web and not healthy(web):
+        deaf.append(f"{web['unit']} does not answer")
+    elif web and web["stale"]:
+        old.append(f"{web['unit']} runs with settings from before they were written: ./rig up")
     drift = [] if report.get("plan_hash") == wanted else ["what runs is not what is planned now"]
     return going + missing + down + degraded + deaf + old + slow + drift
 
@@ -77,15 +86,20 @@ def describe(host: str, report: dict[str, Any], plan: HostPlan) -> list[str]:
     lines = [f"{host}: {drift if applied else 'no plan applied yet: ./rig up'}"]
     for unit in report.get("units", []):
         answer = "answers" if healthy(unit) else "not chosen" if unit.get("alternate") else "does not answer"
-        lines.append(
-            f"  {unit['unit']:<32} {unit['state']:<12} {answer:<16} restarts {unit['restarts']}  since {unit['since']}"
-        )
+        lines.append(unit_line(unit, answer))
         if unit.get("status") and unit["state"] != "inactive":
             lines.append(f"    {unit['status']}")
         lines += upgrade_lines(unit.get("upgrade") or {})
+    if web := report.get("webui"):
+        lines.append(unit_line(web, "answers" if healthy(web) else "does not answer"))
     for model in report.get("models", []):
         lines.append(f"  {model['path']}  {model['bytes'] / 1e9:.2f} GB{'  made here' if model['derived'] else ''}")
     return lines
+
+
+def unit_line(unit: dict[str, Any], answer: str) -> str:
+    """One unit on one line."""
+    return f"  {unit['unit']:<32} {unit['state']:<12} {answer:<16} restarts {unit['restarts']}  since {unit['since']}"
 
 
 def upgrade_lines(upgrade: dict[str, Any]) -> list[str]:

@@ -82,7 +82,7 @@ def e2e() -> list[Command]:
 
 
 def engines() -> list[Command]:
-    """Engines besides vLLM for real: llama.cpp's server, built once (a quarter of an hour) and kept."""
+    """What is not vLLM for real: llama.cpp's server, built once (a quarter of an hour) and kept; Open WebUI before a stand-in."""
     return [python("pytest", "-s", "tests/engines")]
 
 

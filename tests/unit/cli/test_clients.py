@@ -67,7 +67,9 @@ def test_a_host_without_plain_address_is_named() -> None:
 def test_what_is_printed_parses(gateway: dict[str, Any] | None) -> None:
     for one in found(gateway):
         told = settings(one)
-        assert list(told) == ["curl", "env", "openai-python", "openai-js", "cline", "openhands", "continue", "cursor"]
+        editors = ["cline", "openhands", "continue", "cursor", "open-webui"]
+        assert list(told) == ["curl", "env", "openai-python", "openai-js", *editors]
+        assert yaml.safe_load(told["open-webui"]["how"]) == {"rig_webui": {}}
         assert SECRET not in json.dumps(told)
         compile(told["openai-python"]["how"], "openai-python", "exec")
         words = shlex.split(told["curl"]["how"].replace("\\\n", " "))

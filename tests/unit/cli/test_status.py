@@ -64,6 +64,15 @@ RECORDED = {
 }
 
 
+WEB = "specrig-webui.service"
+
+
+def beside(**web: Any) -> dict[str, Any]:
+    """The answer of a host with a web interface."""
+    fine = {"unit": WEB, "there": True, "state": "active", "since": "today", "restarts": 0, "stale": False}
+    return {**ANSWER, "webui": {**fine, "health": {"ok": True}, **web}}
+
+
 def answer(**unit: Any) -> dict[str, Any]:
     return {**ANSWER, "units": [{**ANSWER["units"][0], **unit}]}
 
@@ -113,6 +122,11 @@ DRIFT = "what runs is not what is planned now"
             ["specrig-old.service is not in the plan any more: ./rig up stops and removes it"],
         ),
         ({"error": {"code": "UNREACHABLE", "cause": "No route", "fix": ""}}, ["UNREACHABLE: No route"]),
+        (beside(), []),
+        (beside(there=False, state="inactive"), [f"{WEB} is planned and not there"]),
+        (beside(state="failed"), [f"{WEB} is failed: journalctl -u {WEB}"]),
+        (beside(health={"ok": False}), [f"{WEB} does not answer"]),
+        (beside(stale=True), [f"{WEB} runs with settings from before they were written: ./rig up"]),
     ],
 )
 def test_shortfalls(report: dict[str, Any], short: list[str]) -> None:
@@ -124,6 +138,7 @@ def test_what_a_person_reads() -> None:
     assert head == "alpha: as planned"
     assert [word in unit for word in (UNIT, "active", " answers", "restarts 0", "03:00:00")] == [True] * 5
     assert model == "  /srv/models/a--b/c  0.05 GB  made here"
+    assert f"{WEB}            active       answers" in status.describe("alpha", beside(), PLAN)[2]
     assert "does not answer" in status.describe("alpha", answer(health=None), PLAN)[1]
     assert status.describe("alpha", answer(status="ready, busy"), PLAN)[2] == "    ready, busy"
     chosen_not = answer(state="inactive", health=None, alternate=True)

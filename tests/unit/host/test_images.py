@@ -172,6 +172,14 @@ def used(docker: Docker, tmp_path: Path) -> Path:
     return plan
 
 
+def test_a_web_interfaces_image_is_used_also_while_it_is_stopped(used: Path) -> None:
+    plan = json.loads(used.read_text())
+    plan["host"]["webui"] = {"state": "present", "image": "r/vllm:older"}
+    used.write_text(json.dumps(plan))
+    told = {row["names"][0]: row["used"] for row in images.images(plan_file=used)["images"]}
+    assert told["r/vllm:older"] == ["planned for webui"]
+
+
 def test_list_says_who_uses_what(used: Path) -> None:
     found = images.images(plan_file=used)
     told = {row["names"][0]: row["used"] for row in found["images"]}

@@ -100,6 +100,17 @@ def test_ready_is_a_completion_and_not_a_green_health(
     assert "k-123" not in printed
 
 
+def test_without_a_model_health_is_enough(engine: Callable[[Answer], str]) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, body: dict[str, Any] | None, key: str | None) -> tuple[int, Any]:
+        asked.append(path)
+        return (503 if len(asked) < 3 else 200), {"status": True}
+
+    assert ready.ready(engine(answer), None, 10)["ready"]
+    assert asked == ["/health"] * 3
+
+
 def test_waits_for_the_port_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused("READY_TIMEOUT", "http://127.0.0.1:1", "m", 0.2)
     assert "waiting for port" in error.cause and "waiting for port" in capsys.readouterr().out

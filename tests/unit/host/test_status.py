@@ -68,6 +68,17 @@ def test_status_puts_unit_container_models_and_plan_together(tmp_path: Path, mon
     ]
 
 
+def test_a_planned_web_interface_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "systemctl").write_text("#!/bin/sh\nprintf 'LoadState=loaded\\nActiveState=active\\nNRestarts=1\\n'\n")
+    (tmp_path / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    wanted: dict[str, Any] = {"state": "present", "unit": "specrig-webui.service", "endpoints": [{"key_file": ""}]}
+    found = status.webui(wanted | {"ports": [{"bind": "127.0.0.1", "port": 1}], "health_path": "/health"})
+    assert found is not None and (found["there"], found["state"], found["restarts"]) == (True, "active", 1)
+    assert found["health"]["url"] == "http://127.0.0.1:1" and not found["health"]["ok"]
+    assert status.webui(None) is None and status.webui({"state": "absent"}) is None
+
+
 @pytest.mark.parametrize(
     ("bind", "host"), [("127.0.0.2", "127.0.0.2"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")]
 )

@@ -39,6 +39,11 @@ def read_lock(inventory_directory: str) -> Any:
     return read
 
 
+def gateways_of(variables: Mapping[str, Any]) -> list[str]:
+    """Hosts of the group `gateways`."""
+    return list(variables["groups"].get("gateways", []))
+
+
 def refused(refusals: list[dict[str, str]]) -> dict[str, Any]:
     """A failed result that says why and what to do."""
     words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
@@ -66,10 +71,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if args["gateway"] or args["gateways"] is not None:
             return result | self.gateways(args["gateways"], variables)
         if args["hosts"] is not None:
-            plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]})
+            plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]}, variables)
             return result | {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
         name = variables["inventory_hostname"]
-        plan = self.plans({name: variables})[name].as_json()
+        plan = self.plans({name: variables}, variables)[name].as_json()
         unlocked = [w for w in plan["warnings"] if w["code"] == "MODEL_UNLOCKED"]
         refusals = [
             *plan["refusals"],
@@ -87,7 +92,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         hosts = {host: every[host] for host in dict.fromkeys([*rigs, *(names or [variables["inventory_hostname"]])])}
         declared = self.declared(hosts, ("ansible_host",))
         lock = read_lock(variables.get("inventory_dir", "."))
-        plans = plan_hosts({rig: declared[rig] for rig in rigs}, lock)
+        plans = plan_hosts({rig: declared[rig] for rig in rigs}, lock, gateways=gateways_of(variables))
 
         def plan(name: str) -> dict[str, Any]:
             return plan_gateway(name, declared[name], {rig: declared[rig] for rig in rigs}, lock, plans).as_json()
@@ -99,10 +104,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             return refused(own["refusals"])
         return {"changed": False, "ansible_facts": {"gateway_plan": own}}
 
-    def plans(self, hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, HostPlan]:
+    def plans(self, hosts: Mapping[str, Mapping[str, Any]], variables: Mapping[str, Any]) -> dict[str, HostPlan]:
         """Plan `hosts` {name: its variables}."""
         first = next(iter(hosts.values()), {})
-        return plan_hosts(self.declared(hosts), read_lock(first.get("inventory_dir", ".")))
+        lock = read_lock(first.get("inventory_dir", "."))
+        return plan_hosts(self.declared(hosts), lock, gateways=gateways_of(variables))
 
     def declared(self, hosts: Mapping[str, Mapping[str, Any]], more: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
         """The rig_ variables of `hosts`, and those named in `more`; templates in them are resolved as anywhere in Ansible."""
