@@ -62,7 +62,8 @@ def image(name: str, programs: tuple = PROGRAMS, more: tuple = ((__file__, "engi
     docker = subprocess.Popen(["docker", "import", *options, "-", name], stdin=subprocess.PIPE)
     with tarfile.open(fileobj=docker.stdin, mode="w|", dereference=True) as out:
         for path in sorted({file.parent.resolve() / file.name for file in files}):
-            out.add(path, str(path).lstrip("/"))
+            if library not in path.parents:  # it comes whole
+                out.add(path, str(path).lstrip("/"))
         for link in ("bin", "lib", "lib64", "sbin"):
             entry = tarfile.TarInfo(link)
             entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{link}"
