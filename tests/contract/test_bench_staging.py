@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from specrig.bench.staging import measure, staging
 from specrig.console import CannotRun
-
-pytestmark = pytest.mark.skipif(shutil.which("aria2c") is None, reason="needs aria2c")
 
 
 def test_a_small_model(tmp_path: Path) -> None:

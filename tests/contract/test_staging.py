@@ -36,8 +36,6 @@ WEIGHTS = f"{REPO}/model.safetensors"
 QUIET = Progress(quiet=True)
 MB = 1_000_000
 
-pytestmark = pytest.mark.skipif(shutil.which("aria2c") is None, reason="needs aria2c")
-
 
 def publish(hub_root: Path, size: int, commit: str = COMMIT) -> None:
     folder = hub_root / REPO / commit

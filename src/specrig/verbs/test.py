@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 from specrig import runner
-from specrig.console import CannotRun, say
+from specrig.console import CannotRun, confirm, say
+from specrig.lab import apt
+from specrig.lab.progress import Progress
 
 Command = list[str]
 
@@ -94,6 +97,25 @@ PARTS: dict[str, Callable[[], list[Command]]] = {
     "e2e": e2e,
 }
 ON_REQUEST: dict[str, Callable[[], list[Command]]] = {"nightly": nightly, "engines": engines}
+# Programs of this machine that parts need, and the Debian packages that bring them; Docker is the lab's own affair.
+NEEDS = {
+    "unit": {"aria2c": ["aria2"], "cc": ["gcc", "libc6-dev"]},
+    "contract": {"aria2c": ["aria2"]},
+    "molecule": {"cc": ["gcc", "libc6-dev"]},
+    "nightly": {"cc": ["gcc", "libc6-dev"]},
+}
+
+
+def provide(part: str) -> None:
+    """Install what `part` lacks, when a person or CI agrees: a test that is skipped for want of a program proves nothing. Raises CannotRun."""
+    for program, packages in NEEDS.get(part, {}).items():
+        if apt.which(program):
+            continue
+        words = f"apt-get install {' '.join(packages)}"
+        if not confirm(f"The {part} tests need {program}. {words}?", yes=bool(os.environ.get("CI"))):
+            raise CannotRun(f"the {part} tests need {program}, which is not here", f"sudo {words}", "TEST_NEEDS")
+        with Progress(program) as progress:
+            apt.have(program, packages, progress)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,6 +126,8 @@ def run(options: argparse.Namespace) -> int:
         raise CannotRun(
             f"no part of the tests is called {unknown[0]}", f"name one of {', '.join(known)}", "UNKNOWN_PART"
         )
+    for part in options.parts or PARTS:
+        provide(part)
     results: list[tuple[str, bool, float]] = []
     for part in options.parts or PARTS:
         for command in known[part]():
