@@ -26,7 +26,7 @@ from specrig.lab.hosts import LABEL
 from specrig.plan import plan_hosts
 from specrig.plan.catalog import catalog
 from specrig.staging.lock import lock_model
-from specrig.verbs.models import save
+from specrig.verbs.locks import save
 
 HERE = Path(__file__).parent
 SMALL = 10_000_000
@@ -151,7 +151,7 @@ def main(name: str) -> int:
         locked[repo] = entry = lock_model(repo, revision, f"http://{hub.hub_local}")
         if entry["size"] < SMALL:  # a target: left out of the lock, its weights count as those of the real shape
             entry["files"] = [file for file in entry["files"] if not file["path"].endswith(".safetensors")]
-    save(runner.lock_path(inventory), locked)
+    save(runner.lock_path(inventory), "models", locked)
     plans = {host: plan.as_json() for host, plan in plan_hosts(declarations, {"models": locked}).items()}
     for host, plan in plans.items():
         if not plan["ok"]:
