@@ -1,6 +1,7 @@
 """From whatever stands in an inventory to typed declarations, every fault a finding with the field's path."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -100,7 +101,8 @@ def _shown(part: object) -> str:
 
 
 def _said(message: str) -> str:
-    """A message of the library within a sentence; patterns in it keep their capitals."""
+    """A message of the library within a sentence, in YAML's words; patterns in it keep their capitals."""
+    message = re.sub(r"dictionary( or instance of \w+)?", "mapping", message)
     return message[:1].lower() + message[1:]
 
 

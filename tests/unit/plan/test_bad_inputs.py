@@ -42,6 +42,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"rig_profile": 4090}, "WRONG_TYPE", "4090"),
     ({"rig_profile": P, "rig_services": {"name": "a"}}, "WRONG_TYPE", "a mapping"),
     ({"rig_profile": P, "rig_services": ["r1-14b"]}, "WRONG_TYPE", "r1-14b"),
+    ({"rig_profile": P, "rig_webui": "yes please"}, "WRONG_TYPE", "input should be a valid mapping"),
     (r1(k="5"), "WRONG_TYPE", "'5'"),
     (r1(k=True), "WRONG_TYPE", "true"),
     (r1(k=2.5), "WRONG_TYPE", "2.5"),
