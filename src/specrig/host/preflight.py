@@ -93,7 +93,12 @@ def _published(container: Mapping[str, Any]) -> set[int]:
 def _ports(m: Machine, wanted: Mapping[str, Any], containers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     services = wanted.get("services") or []
     planned = [service["unit"] for service in services]
-    leaving = {port for unit, found in containers.items() if unit not in planned for port in _published(found)}
+
+    def gives_way(service: Mapping[str, Any]) -> set[int]:
+        """Ports of ours that are free when the service starts: of units that are planned no more, and of those it runs instead of."""
+        away = [unit for unit in containers if unit not in planned or unit in (service.get("conflicts") or [])]
+        return {port for unit in away for port in _published(containers[unit])}
+
     taken = machine.listeners(m) if services else {}
     return [
         {
@@ -101,8 +106,8 @@ def _ports(m: Machine, wanted: Mapping[str, Any], containers: Mapping[str, dict[
             "port": port["port"],
             "taken": port["port"] in taken,
             "holders": taken.get(port["port"], []),
-            # Docker listens for our container; nobody else can while it runs. One that leaves makes room before the new one starts.
-            "ours": service["unit"] in containers or port["port"] in leaving,
+            # Docker listens for our container; nobody else can while it runs.
+            "ours": service["unit"] in containers or port["port"] in gives_way(service),
         }
         for service in services
         for port in service.get("ports") or []

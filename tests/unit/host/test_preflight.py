@@ -106,6 +106,8 @@ def test_a_service_that_up_will_take_off_holds_no_port(rig: Rig, monkeypatch: py
         assert rig.codes(services=[{"unit": "specrig-new.service", "ports": [{"port": 8001}]}]) == {"PORT_TAKEN"}
         both = [*wanted, {"unit": "specrig-old.service", "ports": []}]
         assert rig.codes(services=both) == {"PORT_TAKEN"}, "it stays"
+        instead = [{**wanted[0], "conflicts": ["specrig-old.service"]}, both[1]]
+        assert rig.codes(services=instead) == set(), "one runs instead of the other"
 
 
 def test_a_plain_machine_has_nothing_against_it(rig: Rig) -> None:
