@@ -39,15 +39,14 @@ class Api(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self):
-        """Health, models, and the command line that came in."""
+        """Health, and the command line that came in; with the key, as the guard has it: models, and metrics without a number."""
         if self.path == "/health":
             self.answer(200, {})
-        elif self.path == "/stand-in/argv":
+        elif self.path == "/stand-in/argv":  # no page of an engine
             self.answer(200, {"argv": sys.argv[1:]})
-        elif self.path == "/v1/models" and self.allowed():
-            self.answer(200, {"object": "list", "data": [{"id": NAME, "object": "model"}]})
-        elif not self.path.startswith("/v1/"):
-            self.answer(404, {})
+        elif self.allowed():
+            pages = {"/v1/models": {"object": "list", "data": [{"id": NAME, "object": "model"}]}, "/metrics": {}}
+            self.answer(200 if self.path in pages else 404, pages.get(self.path, {}))
 
     def do_POST(self):
         """One token, whatever was asked."""
