@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from specrig.plan import GatewayPlan, HostPlan
+from specrig.plan.exposure import url_host
 from specrig.plan.webui import GATEWAY_CA
 
 KEY = "OPENAI_API_KEY"
@@ -42,7 +43,7 @@ class Endpoint:
         parts = urlsplit(self.url)
         if not self.loopback:
             return ""
-        inside = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        inside = url_host(parts.hostname or "")
         return f"ssh -N -L 127.0.0.1:{parts.port}:{inside}:{parts.port} {shlex.quote(self.ssh)}"
 
     @property
@@ -98,7 +99,7 @@ def endpoints(
             loopback = bind.startswith("127.") or bind == "::1"
             ssh = address(name, variables.get(name, {}))
             host = ssh.rpartition("@")[2] if bind in ("0.0.0.0", "::") else bind  # noqa: S104  # compared, not bound
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port['port']}/v1"
+            url = f"http://{url_host(host)}:{port['port']}/v1"
             key = f"/etc/specrig/services/{service.name}/api-key" if service.key_env else ""
             models = {service.served_name: service.vram.get("max_model_len")}
             yield Endpoint(f"{name}/{service.name}", name, ssh, url, loopback, "", models, key)

@@ -17,6 +17,7 @@ import pytest
 from specrig import runner
 from specrig.lab import Lab, hosts
 from specrig.verbs.demo import HOST, LAB, SERVICE
+from tests.e2e import faults
 
 UNIT = f"specrig-{SERVICE}.service"
 KEY_FILE = f"/etc/specrig/services/{SERVICE}/api-key"
@@ -123,3 +124,12 @@ def rig(request: pytest.FixtureRequest) -> Rig:
         return Rig(*where.split("/"))
     assert request.getfixturevalue("demo_output")
     return Rig()
+
+
+@pytest.fixture(scope="session")
+def seconds() -> Iterator[dict[str, float]]:
+    """Where tests leave what they measured, by their names; written to docs/evidence/faults.md at the end when that is asked for."""
+    measured: dict[str, float] = {}
+    yield measured
+    if os.environ.get("SPECRIG_EVIDENCE"):
+        faults.write(measured)

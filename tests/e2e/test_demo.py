@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -88,22 +89,25 @@ def test_interrupted_between_writing_and_restarting(rig: Rig) -> None:
     assert rig.rig("status").returncode == 0
 
 
-def test_killed_engine_comes_back(rig: Rig) -> None:
+def test_killed_engine_comes_back(rig: Rig, seconds: dict[str, float]) -> None:
+    """`kill -9` of the engine's first process | it comes back."""
     before = rig.engine_pid()
     rig.must("pkill", "-9", "-f", "[v]llm serve /models/target")
-    rig.wait(
+    seconds["test_killed_engine_comes_back"] = rig.wait(
         "a new engine completes",
         lambda: rig.active() == "active" and rig.complete() is not None and rig.engine_pid() != before,
     )
 
 
-def test_docker_restarted_comes_back(rig: Rig) -> None:
-    before = rig.engine_pid()
+def test_docker_restarted_comes_back(rig: Rig, seconds: dict[str, float]) -> None:
+    """Docker is restarted (an upgrade of its package does that) | the service comes back with it."""
+    before, begin = rig.engine_pid(), time.monotonic()
     rig.must("systemctl", "restart", "docker.service")
     rig.wait(
         "the service completes",
         lambda: rig.active() == "active" and rig.complete() is not None and rig.engine_pid() != before,
     )
+    seconds["test_docker_restarted_comes_back"] = time.monotonic() - begin
 
 
 def test_stopped_leaves_nothing(rig: Rig) -> None:
@@ -114,11 +118,14 @@ def test_stopped_leaves_nothing(rig: Rig) -> None:
     assert rig.complete() is not None, "started, but no completion"
 
 
-def test_docker_stopped_and_started_brings_it_back(rig: Rig) -> None:
+def test_docker_stopped_and_started_brings_it_back(rig: Rig, seconds: dict[str, float]) -> None:
+    """Docker is stopped, and started again later | the service stops with it and comes back with it; the time is from Docker's start."""
     rig.must("systemctl", "stop", "docker.service", "docker.socket")
     assert rig.active() != "active"
+    begin = time.monotonic()
     rig.must("systemctl", "start", "docker.service")
     rig.wait("the service completes", lambda: rig.active() == "active" and rig.complete() is not None)
+    seconds["test_docker_stopped_and_started_brings_it_back"] = time.monotonic() - begin
 
 
 def test_real_engine_refuses_the_pair_without_padding(rig: Rig) -> None:

@@ -8,15 +8,13 @@ has been ready for ten minutes, so after every second one comes a test that star
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from specrig.verbs.demo import SERVICE
-from tests.e2e import faults
 from tests.e2e.conftest import UNIT, Rig
 
 CONTAINER = UNIT.removesuffix(".service")
@@ -24,15 +22,6 @@ STATE = f"/run/specrig/services/{SERVICE}/state.json"
 DIAGNOSES = "/var/lib/specrig/diagnosis"
 PROBE = {"interval_s": 4, "timeout_s": 10, "failures": 3}
 PATIENT = 900  # of a start: the machine may be busy with other tests
-
-
-@pytest.fixture(scope="module")
-def seconds() -> Iterator[dict[str, float]]:
-    """Where tests leave what they measured; written to the page at the end when that is asked for."""
-    measured: dict[str, float] = {}
-    yield measured
-    if os.environ.get("SPECRIG_EVIDENCE"):
-        faults.write(measured)
 
 
 @pytest.fixture(scope="module")

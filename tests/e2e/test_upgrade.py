@@ -40,25 +40,34 @@ def what_runs(rig: Rig) -> tuple[int, str]:
     return rig.engine_pid(), rig.must("cat", FILE)
 
 
-def test_an_image_that_does_not_exist_stops_nothing(rig: Rig) -> None:
+def test_an_image_that_does_not_exist_stops_nothing(rig: Rig, seconds: dict[str, float]) -> None:
+    """Upgrade to an image that no registry has | refused before anything is stopped."""
     before = what_runs(rig)
     failed = up(rig, image="specrig-lab-hub:5000/engine-vllm-cpu:0.32.0-nosuch")
     assert failed.returncode == 1 and "PULL_NOT_FOUND" in failed.stdout, failed.stdout
-    assert what_runs(rig) == before, "0 s: the old service was not touched"
+    assert what_runs(rig) == before, "the old service was touched"
     assert rig.complete() is not None
+    seconds["test_an_image_that_does_not_exist_stops_nothing"] = 0  # the very same process
 
 
-def test_an_image_whose_parser_refuses_stops_nothing(rig: Rig, broken: dict[str, str]) -> None:
+def test_an_image_whose_parser_refuses_stops_nothing(
+    rig: Rig, broken: dict[str, str], seconds: dict[str, float]
+) -> None:
+    """Upgrade to an image whose own parser refuses the plan's arguments | refused before anything is stopped.
+
+    The image is a stand-in: the real engine, one option of its parser renamed.
+    """
     before = what_runs(rig)
     failed = up(rig, image=broken["renamed"])
     assert failed.returncode == 1 and "ARGUMENTS_REFUSED" in failed.stdout, failed.stdout
     assert "--max-num-seqs" in failed.stdout, "in the parser's own words"
-    assert what_runs(rig) == before, "0 s: the old service was not touched"
+    assert what_runs(rig) == before, "the old service was touched"
     assert rig.complete() is not None
+    seconds["test_an_image_whose_parser_refuses_stops_nothing"] = 0  # the very same process
 
 
-def undone(rig: Rig, image: str, limit: int, **service: Any) -> str:
-    """An upgrade to `image` that has to be taken back; what it said. `limit` is the start time-out, in seconds."""
+def undone(rig: Rig, image: str, limit: int, **service: Any) -> tuple[str, float]:
+    """An upgrade to `image` that has to be taken back; what it said, and for how long nothing answered. `limit`: the start time-out in seconds."""
     text, unit = rig.complete("You may", 40), rig.must("cat", FILE)
     begin = time.monotonic()
     failed = up(rig, image=image, start_timeout_s=limit, **service)
@@ -78,20 +87,55 @@ def undone(rig: Rig, image: str, limit: int, **service: Any) -> str:
     again = up(rig, image=image, start_timeout_s=limit, **service)
     assert again.returncode == 1 and "UPGRADE_HELD" in again.stdout, again.stdout
     assert what_runs(rig) == before, "0 s: the same is not tried again by itself"
-    return failed.stdout
+    return failed.stdout, float(down[1])
 
 
-def test_an_image_that_starts_and_dies_is_taken_back(rig: Rig, broken: dict[str, str]) -> None:
-    said = undone(rig, broken["dies"], 900)
+def test_an_image_that_starts_and_dies_is_taken_back(
+    rig: Rig, broken: dict[str, str], seconds: dict[str, float]
+) -> None:
+    """Upgrade to an image that starts and dies | the old one runs again, with the same text; the same plan is not tried again by itself.
+
+    The image is a stand-in: the real engine with a layer that ends it.
+    """
+    said, down = undone(rig, broken["dies"], 900)
     assert "stand-in: no kernel image is available" in said, "with the last words of the one that died"
+    seconds["test_an_image_that_starts_and_dies_is_taken_back"] = down
 
 
-def test_an_image_that_never_gets_ready_is_taken_back(rig: Rig, broken: dict[str, str]) -> None:
-    undone(rig, broken["never"], 30)
+def test_an_image_that_never_gets_ready_is_taken_back(
+    rig: Rig, broken: dict[str, str], seconds: dict[str, float]
+) -> None:
+    """Upgrade to an image that never gets ready, with a start time-out of 30 s | as before.
+
+    The image is a stand-in: the real engine with a layer that makes it wait for ever.
+    """
+    _, seconds["test_an_image_that_never_gets_ready_is_taken_back"] = undone(rig, broken["never"], 30)
 
 
-def test_a_good_upgrade_and_the_way_back(rig: Rig) -> None:
-    """K=3 instead of 5: proven by its own counters; rolled back; and status says that the inventory would move it forward."""
+def test_a_failed_upgrade_that_is_tried_again_on_purpose(
+    rig: Rig, broken: dict[str, str], seconds: dict[str, float]
+) -> None:
+    """The same failed upgrade, asked for again with `--retry` | it is tried, and taken back again."""
+    before = what_runs(rig)
+    declared = json.dumps({"rig_services": [{"name": "tiny", "image": broken["never"], "start_timeout_s": 30}]})
+    failed = rig.rig("up", "--retry", "-e", declared)
+    assert failed.returncode == 1 and "UPGRADE_UNDONE" in failed.stdout, failed.stdout
+    down = re.search(r"nothing answered for (\d+) s", failed.stdout)
+    assert down and int(down[1]) > 0, failed.stdout
+    after = what_runs(rig)
+    assert after[0] != before[0] and after[1] == before[1] and rig.complete() is not None
+    assert "UPGRADE_HELD" in up(rig, image=broken["never"], start_timeout_s=30).stdout, "once, not from now on"
+    seconds["test_a_failed_upgrade_that_is_tried_again_on_purpose"] = float(down[1])
+
+
+def test_the_proven_plan_again_forgets_the_setback(rig: Rig) -> None:
+    before = what_runs(rig)
+    assert rig.rig("up").returncode == 0 and what_runs(rig) == before
+    assert "undone" not in rig.rig("status").stdout
+
+
+def test_a_good_upgrade_and_the_way_back(rig: Rig, seconds: dict[str, float]) -> None:
+    """Upgrade that is good (K=3 instead of 5) | proven by the engine's own counters; `./rig rollback` leads back to the same unit and key."""
     unit, key = rig.must("cat", FILE), rig.must("cat", "/etc/specrig/services/tiny/api-key")
     done = up(rig, k=3)
     assert done.returncode == 0, done.stdout
@@ -100,6 +144,7 @@ def test_a_good_upgrade_and_the_way_back(rig: Rig) -> None:
     )
     assert proven and int(proven[4]) > int(proven[3]) > 0, done.stdout
     print(f"\nK=3: {proven[0]}")
+    seconds["test_a_good_upgrade_and_the_way_back"] = float(proven[1])
     again = up(rig, k=3)
     assert "changed=0" in again.stdout, "what is proven is not proven again"
     back = rig.rig("rollback")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specrig.host import units
@@ -41,6 +41,13 @@ def _failed(unit: str, cause: str, lines: list[units.Line], invocation: str, cod
 def alternates(properties: dict[str, str]) -> list[str]:
     """The specrig services that cannot run beside this one: those that its unit conflicts with."""
     return [u for u in properties.get("Conflicts", "").split() if re.fullmatch(r"specrig-[a-z0-9-]+\.service", u)]
+
+
+def read_once(unit: str, own: Iterable[str] = ()) -> list[str]:
+    """Files that a service reads at its start and never again: unit, key, what the container runs before the engine, configuration of its own."""
+    name = unit.removeprefix("specrig-").removesuffix(".service")
+    wrappers = (f"/usr/local/lib/specrig/{file}" for file in ("with-api-key", "specrig_guard.py"))
+    return [f"/etc/systemd/system/{unit}", f"/etc/specrig/services/{name}/api-key", *wrappers, *own]
 
 
 def reload_if_needed(unit: str) -> None:

@@ -77,10 +77,8 @@ def _alternate(unit: dict[str, str]) -> bool:
 
 
 def _stale(name: str, unit: dict[str, str], service: dict[str, Any]) -> bool:
-    """Whether the service runs with a unit, a key or a file of its own that has been replaced since it was started."""
-    short = name[len("specrig-") : -len(".service")]
-    files = [f"/etc/systemd/system/{name}", f"/etc/specrig/services/{short}/api-key"]
-    files += [str(file.get("path")) for file in service.get("files") or []]
+    """Whether the service runs with a file that has been replaced since it was started."""
+    files = start.read_once(name, (str(file.get("path")) for file in service.get("files") or []))
     return unit.get("NeedDaemonReload") == "yes" or units.older_than(unit, files)
 
 

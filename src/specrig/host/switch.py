@@ -46,7 +46,7 @@ class Service:
 
     def start(self, progress: Progress, restart: bool = False, check: bool = False) -> dict[str, Any]:
         """Start, or restart where it runs with older files."""
-        after = [str(path) for path in (*self.paths, self.key)]
+        after = start.read_once(self.unit, (str(path) for path in self.paths[1:]))
         return start.start(self.unit, progress, restart, self.timeout, check, True, after)
 
     def record(
@@ -85,9 +85,11 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
     old = service.home.get("proven")
     same = old is not None and old["id"] == proven.identity(content)
     if not due["changed"] and old is not None and same and old.get("service") == service.entry:
-        if not check:
-            service.home.remember_setback(None)  # what runs is what is wanted again
-        return {**_told(service, due, old.get("speculation") or {}, None), "changed": False, "told": []}
+        told = {**_told(service, due, old.get("speculation") or {}, None), "told": []}
+        if check:  # what runs is what is wanted again: the setback is to be forgotten, and nothing is without a run
+            return {**told, "changed": service.home.setback() is not None}
+        service.home.remember_setback(None)
+        return {**told, "changed": False}
     if check:
         return {"changed": True, "unit": service.unit, "state": due["state"]}
     warnings = way_back(old, progress) if old is not None and not same else []

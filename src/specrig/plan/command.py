@@ -8,6 +8,20 @@ TARGET_PATH, DRAFT_PATH = "/models/target", "/models/draft"
 FILES_PATH = "/specrig"  # where an engine's configuration files are mounted
 GUARD = "specrig_guard.Guard"  # asks for the key before any page of the engine; the unit mounts it, the wrapper puts it on Python's path
 DRAIN_S = 20  # how long the engine may finish running requests after SIGTERM, where the version can
+# Values that a declaration's field decides under another name.
+FIELDS = {
+    "target_path": "target",
+    "utilization_declared": "gpu_memory_utilization",
+    "context_total": "max_model_len",
+    "no_custom_all_reduce": "p2p",
+    "eager_declared": "eager",
+    "spec_json": "method, draft and k",
+    "spec_model": "draft",
+    "spec_model_legacy": "draft",
+    "draft_tokens": "k",
+    "spec_type": "method",
+    "algorithm": "method",
+}
 NGRAM = {"ngram_max": 4, "ngram_min": 2}  # prompt lookup window: short enough to hit, long enough to mean something
 
 

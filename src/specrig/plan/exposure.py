@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from specrig.plan.command import values
+from specrig.plan.command import FIELDS, values
 from specrig.plan.declare import nearest_word, show
 from specrig.plan.dialects import option_accepted, options
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service, excludes
-from specrig.plan.types import Finding, GatewayDecl
+from specrig.plan.types import Finding, GatewayDecl, ServiceDecl
 
 MIN_KEY = 16
 TLS_PORT, HTTP_PORT = 443, 8080
@@ -192,6 +192,15 @@ def _secret_fix(s: Service, name: str) -> str:
     return ""
 
 
+def _owned_fix(s: Service, flag: str) -> str:
+    """Which field says what an owned flag would."""
+    value = s.speaking.owned.get(flag) or next(
+        (name for whole, name in s.speaking.owned.items() if whole.startswith(flag)), ""
+    )
+    field = FIELDS.get(value, value if value in ServiceDecl.model_fields else "")
+    return f"leave {flag} out" + (f", and set the service's {field}" if field else ": no field changes it")
+
+
 def _judged(s: Service, word: str) -> Iterator[Finding]:
     """The fault of one flag of extra_args, if it has one."""
     speaking, engine = s.speaking, s.decl.engine
@@ -212,7 +221,7 @@ def _judged(s: Service, word: str) -> Iterator[Finding]:
             "PARALLELISM_UNSUPPORTED", f"extra_args has {flag}: the memory account knows tensor_parallel only"
         )
     elif names(speaking.owned):
-        yield finding("FLAG_OWNED", f"extra_args has {show(flag)}, which the plan writes")
+        yield finding("FLAG_OWNED", f"extra_args has {show(flag)}, which the plan writes", _owned_fix(s, positive))
     elif not real:
         near = nearest_word(flag, options(engine))
         yield finding("FLAG_UNKNOWN", f"extra_args has {show(flag)}, which no version of {engine} takes{near}")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrig.ansible.filter.systemd import FilterModule, systemd_quote
+from specrig.host.start import read_once
 from specrig.plan import plan_host
 from specrig.runner import ROOT
 from tests.unit.ansible.unit_file import lines, words
@@ -145,6 +146,17 @@ def test_the_guard_is_mounted_and_named(action: Any) -> None:
     command = start(unit(action, planned()))
     assert ("--middleware", "specrig_guard.Guard") in pairwise(command)
     assert "/usr/local/lib/specrig/specrig_guard.py:/usr/local/lib/specrig/specrig_guard.py:ro" in command
+
+
+def test_what_it_mounts_of_ours_restarts_it_when_it_changes(action: Any) -> None:
+    """A mounted file is the one that was there at the start: a corrected guard would guard nothing."""
+    own = "/etc/specrig/services/tiny/engine.yml"
+    service = {**planned(), "files": [{"path": own, "path_in_container": "/config/engine.yml", "content": "x"}]}
+    command = start(unit(action, service))
+    mounts = [after.split(":")[0] for word, after in pairwise(command) if word == "--volume"]
+    ours = {path for path in mounts if path.startswith(("/etc/", "/usr/"))}
+    read = read_once(service["unit"], [own])
+    assert ours == set(read) - {f"/etc/systemd/system/{service['unit']}"}
 
 
 def test_words_of_refusal_reach_the_main_process(action: Any) -> None:

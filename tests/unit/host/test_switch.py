@@ -33,7 +33,7 @@ class Machine:
     """A host with one service. What the unit file says decides how a start ends."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.running, self.calls = folder, "", list[str]()
+        self.folder, self.running, self.calls, self.reads = folder, "", list[str](), list[str]()
         self.alternate = False  # another service that shares its cards is chosen
         self.bad: dict[str, HostError] = {}  # unit text -> how its start fails
         self.alpha: dict[str, float] = {}  # unit text -> acceptance
@@ -84,6 +84,7 @@ class Machine:
         if check:
             return {**answer, "changed": True}
         self.calls.append(text)
+        self.reads = after
         self.running = ""
         if error := self.bad.get(text):
             raise error
@@ -121,6 +122,7 @@ def test_a_first_start_is_proven_and_the_next_run_changes_nothing(machine: Machi
     done = machine.up(1)
     assert done["changed"] and done["speculation"]["acceptance"] == 0.6
     assert "α 0.60" in done["told"][0] and done["warnings"] == []
+    assert "/usr/local/lib/specrig/specrig_guard.py" in machine.reads, "a new guard restarts it"
     record = proven.Home("chat").get("proven")
     assert record and (record["image"], record["image_id"]) == ("engine:1", "id of engine:1")
     assert machine.up(1) | {"told": 0} == machine.switch(1, check=True) | {"told": 0}
@@ -184,6 +186,16 @@ def test_what_was_taken_back_is_not_tried_again_by_itself(machine: Machine, monk
     assert machine.running == machine.unit.read_text() == "unit 1"
     held(machine, 1), held(machine, 2, k=4), held(machine, 3)  # another plan is another try
     fails("UPGRADE_HELD", held, machine, 2)
+
+
+def test_a_setback_is_forgotten_once_the_plan_is_the_proven_one_again(machine: Machine) -> None:
+    machine.up(1)
+    machine.bad["unit 2"] = died()
+    fails("UPGRADE_UNDONE", machine.up, 2)
+    assert proven.summary("chat")["setback"]
+    assert machine.switch(1, check=True)["changed"], "else the quick look would end the job before it forgets"
+    assert machine.up(1)["changed"] is False and machine.running == "unit 1"
+    assert proven.summary("chat")["setback"] is None and not machine.switch(1, check=True)["changed"]
 
 
 def test_another_image_behind_the_same_name_is_another_try(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

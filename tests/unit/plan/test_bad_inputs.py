@@ -194,6 +194,22 @@ def test_refused(declaration: Any, code: str, shows: str) -> None:
     assert plan.as_json()["ok"] is False
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--max-model-len", "1"], "the service's max_model_len"),
+        (["--no-enforce-eager"], "the service's eager"),
+        (["--speculative-config.method", "ngram"], "the service's method, draft and k"),
+        (["--disable-custom-all-reduce"], "the service's p2p"),
+        (["--middleware", "mine.Guard"], "leave --middleware out: no field changes it"),
+        (["--middlew", "mine.Guard"], "no field changes it"),
+    ],
+)
+def test_an_owned_flag_is_led_to_the_field_that_says_it(words: list[str], fix: str) -> None:
+    plan = plan_host("bad", r1(extra_args=words))
+    assert [found.code for found in plan.refusals] == ["FLAG_OWNED"] and fix in plan.refusals[0].fix
+
+
 def test_there_are_fifty_kinds() -> None:
     assert len({code for _, code, _ in BAD}) >= 50
 

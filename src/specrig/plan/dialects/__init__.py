@@ -39,7 +39,9 @@ class Dialect:
     refused_words: tuple[str, ...]  # how a line begins that says no to the command line; (): exit status 2 says it
     metrics: Mapping[str, str]  # where the acceptance is read (host/acceptance.py)
     known: Mapping[str, bool]  # flags whose window was read exactly: is it accepted by this version?
-    owned: frozenset[str]  # flags that the plan writes, in any version
+    owned: Mapping[
+        str, str
+    ]  # flags that the plan writes, in any version, and the value it writes there; "": none, it is kept out
     owned_env: Mapping[str, str]  # variables a person may not set, and what to do instead
     short: Mapping[str, str]
     formats: Mapping[str, list[str]]  # file format -> quantisations that are read; "any"
@@ -114,9 +116,14 @@ def dialect(engine: str, version: str) -> Dialect:
         refused_words=tuple(tables.get("refused_words", [])),
         metrics=now(tables["metrics"])[0]["read"],
         known={flag: any(row["flag"] == flag for row in now(tables["known"])) for flag in known},
-        owned=frozenset(row["flag"] for row in tables["flags"] if row["flag"])
-        .union(tables["also_owned"])
-        .difference(known),
+        owned={
+            flag: name
+            for flag, name in [
+                *((flag, "") for flag in tables["also_owned"]),
+                *((row["flag"], row["from"]) for row in tables["flags"] if row["flag"]),
+            ]
+            if flag not in known
+        },
         owned_env=tables["owned_env"],
         short=tables["short"],
         formats=tables["formats"],
