@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 LABEL = "STAND-IN for tests of specrig; not NVIDIA's package"
 
 
-def deb(root: Path, package: dict) -> dict:
+def deb(root: Path, package: dict[str, Any]) -> dict[str | None, Any]:
     """Build one package, or take the one that is there; its paragraph of the index."""
     if package.get("file"):
         shutil.copy(package["file"], root)
@@ -35,7 +36,7 @@ def deb(root: Path, package: dict) -> dict:
         }
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch)
-        control = {
+        control: dict[str | None, Any] = {
             "Package": package["name"],
             "Version": package["version"],
             "Architecture": "amd64",

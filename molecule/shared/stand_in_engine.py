@@ -13,8 +13,10 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 PROGRAMS = (sys.executable, "/bin/sh", "/bin/cat", "/usr/bin/head")
 
@@ -32,7 +34,7 @@ class Engine(BaseHTTPRequestHandler):
         time.sleep(body.get("seconds", 0))
         self.answer({"choices": [{"text": "stand-in"}], "usage": {"completion_tokens": 1}})
 
-    def answer(self, document: dict) -> None:
+    def answer(self, document: dict[str, Any]) -> None:
         """A JSON document."""
         data = json.dumps(document).encode()
         self.send_response(200)
@@ -51,7 +53,12 @@ def serve(port: int) -> None:
     print("stand-in: all answers given", flush=True)
 
 
-def image(name: str, programs: tuple = PROGRAMS, more: tuple = ((__file__, "engine.py"),), changes: tuple = ()) -> None:
+def image(
+    name: str,
+    programs: Sequence[str] = PROGRAMS,
+    more: Sequence[tuple[str | Path, str]] = ((__file__, "engine.py"),),
+    changes: Sequence[str] = (),
+) -> None:
     """Python, a shell, and this file (or `more`: files and their places); `docker import` makes an image of them."""
     files = {Path(program) for program in programs} | {path.resolve() for path in map(Path, programs)}
     for program in programs:
@@ -60,7 +67,7 @@ def image(name: str, programs: tuple = PROGRAMS, more: tuple = ((__file__, "engi
     library = Path(os.__file__).parent
     options = [word for change in changes for word in ("--change", change)]
     docker = subprocess.Popen(["docker", "import", *options, "-", name], stdin=subprocess.PIPE)
-    with tarfile.open(fileobj=docker.stdin, mode="w|", dereference=True) as out:
+    with docker, tarfile.open(fileobj=docker.stdin, mode="w|", dereference=True) as out:
         for path in sorted({file.parent.resolve() / file.name for file in files}):
             if library not in path.parents:  # it comes whole
                 out.add(path, str(path).lstrip("/"))
@@ -75,8 +82,7 @@ def image(name: str, programs: tuple = PROGRAMS, more: tuple = ((__file__, "engi
         )
         for source, place in more:
             out.add(source, place)
-    docker.stdin.close()
-    sys.exit(docker.wait())
+    sys.exit(docker.returncode)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def main() -> None:
     )
     control.write_text(text)
     file = HERE / f"docker.io_{VERSION}_amd64.deb"
-    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", HERE / "docker.io", file]
+    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(HERE / "docker.io"), str(file)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     print(file)
 

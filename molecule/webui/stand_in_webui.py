@@ -12,21 +12,23 @@ import sys
 import urllib.request
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import stand_in_engine
 
 
-def endpoints() -> list:
+def endpoints() -> list[tuple[str, str]]:
     """(URL, key) in the order of the variables."""
     urls, keys = (os.environ[name].split(";") for name in ("OPENAI_API_BASE_URLS", "OPENAI_API_KEYS"))
     return list(zip(urls, keys, strict=True))
 
 
-def ask(url: str, key: str, body: bytes | None = None) -> dict:
+def ask(url: str, key: str, body: bytes | None = None) -> dict[str, Any]:
     """What an endpoint says."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10) as answer:  # noqa: S310
-        return json.load(answer)
+        found: dict[str, Any] = json.load(answer)
+        return found
 
 
 class Interface(stand_in_engine.Engine):
@@ -76,4 +78,7 @@ def image(name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "image": lambda: image(sys.argv[2])}[sys.argv[1]]()
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        image(sys.argv[2])

@@ -12,7 +12,7 @@ from pathlib import Path
 KEY = os.environ.get("VLLM_API_KEY", "")
 
 
-def value(argv, flag):
+def value(argv: list[str], flag: str) -> str:
     """The word after `flag`."""
     return argv[argv.index(flag) + 1]
 
@@ -22,7 +22,7 @@ class Api(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def answer(self, status, document):
+    def answer(self, status: int, document: dict[str, object]) -> None:
         """Send a JSON document."""
         body = json.dumps(document).encode()
         self.send_response(status)
@@ -31,24 +31,27 @@ class Api(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def allowed(self):
+    def allowed(self) -> bool:
         """Whether the request has the key; else it is answered with 401."""
         if self.headers.get("Authorization") == f"Bearer {KEY}":
             return True
         self.answer(401, {"error": "Unauthorized"})
         return False
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         """Health, and the command line that came in; with the key, as the guard has it: models, and metrics without a number."""
         if self.path == "/health":
             self.answer(200, {})
         elif self.path == "/stand-in/argv":  # no page of an engine
             self.answer(200, {"argv": sys.argv[1:]})
         elif self.allowed():
-            pages = {"/v1/models": {"object": "list", "data": [{"id": NAME, "object": "model"}]}, "/metrics": {}}
+            pages: dict[str, dict[str, object]] = {
+                "/v1/models": {"object": "list", "data": [{"id": NAME, "object": "model"}]},
+                "/metrics": {},
+            }
             self.answer(200 if self.path in pages else 404, pages.get(self.path, {}))
 
-    def do_POST(self):
+    def do_POST(self) -> None:
         """One token, whatever was asked."""
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.allowed():
@@ -58,7 +61,7 @@ class Api(BaseHTTPRequestHandler):
                 200, {"id": "0", "object": "text_completion", "model": NAME, "choices": [choice], "usage": usage}
             )
 
-    def log_message(self, *_):
+    def log_message(self, *_: object) -> None:
         """Nothing."""
 
 

@@ -290,7 +290,10 @@ def test_the_disk_fills_at_70_percent(
     def fill() -> None:
         while sent(hub) < 14 * MB:
             time.sleep(0.01)
-        with filler.open("wb", buffering=0) as out, contextlib.suppress(OSError):  # the download writes at the same time
+        with (
+            filler.open("wb", buffering=0) as out,
+            contextlib.suppress(OSError),
+        ):  # the download writes at the same time
             out.write(b"x" * (shutil.disk_usage(small_disk).free - left))
 
     thread = threading.Thread(target=fill)
