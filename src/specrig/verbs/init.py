@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import re
 import shutil
 import subprocess
@@ -11,7 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from specrig import runner
 from specrig.console import CannotRun, confirm
@@ -23,6 +26,8 @@ from specrig.verbs.answers import add_json, result, tell
 HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._][A-Za-z0-9._-]*)@)?(?P<address>[A-Za-z0-9:][A-Za-z0-9:._-]*)")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+# Ansible's own: a host of that name would hide the others, or be the controller itself.
+RESERVED = {"all", "ungrouped", "localhost", "rigs", "gateways"}
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,14 +77,23 @@ def ask(question: str) -> str:
     return input(f"{question}: ").strip()
 
 
+def round_trip() -> YAML:
+    """A reader and writer of YAML that keeps comments, order, quotes and tags."""
+    kept = YAML()
+    kept.preserve_quotes = True
+    kept.width = 4096
+    kept.indent(mapping=2, sequence=4, offset=2)
+    return kept
+
+
 def read_inventory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document in `path` and, within it, the hosts of `rigs`; what cannot be written back unchanged is not touched."""
     try:
-        data = (yaml.safe_load(path.read_text()) if path.exists() else None) or {}
+        data = (round_trip().load(path) if path.exists() else None) or {}
         data["rigs"] = data.get("rigs") or {}
         hosts = data["rigs"]["hosts"] = data["rigs"].get("hosts") or {}
         hosts.keys()
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
         why = " ".join(str(error).split())
         raise CannotRun(
             f"{path} is no plain YAML inventory with rigs and hosts: {why}",
@@ -87,6 +101,16 @@ def read_inventory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             "BAD_INVENTORY",
         ) from error
     return data, hosts
+
+
+def back_up(path: Path) -> Path | None:
+    """A copy of `path` beside it, over no earlier copy; None when there is nothing to copy."""
+    if not path.exists():
+        return None
+    names = (f"{path.name}.bak{number or ''}" for number in itertools.count())
+    backup = next(place for name in names if not (place := path.with_name(name)).exists())
+    shutil.copy2(path, backup)
+    return backup
 
 
 def run(options: argparse.Namespace) -> int:
@@ -118,23 +142,26 @@ def run(options: argparse.Namespace) -> int:
     name = options.name or re.sub(r"[^a-z0-9-]", "-", matched["address"].lower())
     if not NAME.fullmatch(name):
         raise CannotRun(f"{name!r} is no name for a host", "--name with letters, digits, '.', '_' and '-'", "BAD_HOST")
+    if name in RESERVED or name in data or name in (data["rigs"].get("children") or {}):
+        why = "a group" if name != "localhost" else "this machine"
+        raise CannotRun(f"{name!r} is {why} in Ansible's eyes", "give another --name, such as rig1", "BAD_HOST")
     if name in hosts and not confirm(f"{name} is in {path} already. Replace it?", yes=options.yes):
         raise CannotRun(f"{name} is in {path} already", "give another --name, or --yes to replace it", "HOST_EXISTS")
-    backup = path.with_suffix(path.suffix + ".bak")
-    if path.exists():
-        shutil.copy2(path, backup)
+    backup = back_up(path)
     hosts[name] = (
         (hosts.get(name) or {})
         | {"ansible_host": matched["address"], "rig_profile": profile}
         | ({"ansible_user": matched["user"]} if matched["user"] else {})
     )
-    write_atomically(path, yaml.safe_dump(data, sort_keys=False))
+    text = io.StringIO()
+    round_trip().dump(data, text)
+    write_atomically(path, text.getvalue())
     with_inventory = f" -i {options.inventory}" if options.inventory else ""
     result(
         options,
-        {"host": name, "profile": profile, "inventory": str(path), "backup": str(backup) if backup.exists() else None},
+        {"host": name, "profile": profile, "inventory": str(path), "backup": str(backup) if backup else None},
         [
-            f"wrote {name} ({profile}) to {path}" + (f"; as it was, comments too: {backup}" if backup.exists() else ""),
+            f"wrote {name} ({profile}) to {path}" + (f"; as it was: {backup}" if backup else ""),
             f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}",
         ],
     )

@@ -109,16 +109,31 @@ def init(*words: str) -> int:
 
 
 def test_what_is_there_stays_and_is_backed_up(inventory: Path) -> None:
-    before = "# mine\nall: {vars: {x: 1}}\nrigs:\n  vars: {y: 2}\n  hosts: {old: {ansible_host: 192.0.2.1}}\n"
+    before = "# mine\nall: {vars: {x: 1}}\nrigs:\n  vars: {y: 2}  # two\n  hosts:\n    old: {ansible_host: '192.0.2.1', key: !vault x}\n"
     inventory.write_text(before)
     inventory.chmod(0o600)
     assert init("--host", "192.0.2.2", "--name", "new") == 0
-    data = yaml.safe_load(inventory.read_text())
+    text = inventory.read_text()
+    assert text.startswith(before), "comments, quotes, tags"
+    data = yaml.safe_load(text.replace("!vault ", ""))
     assert data["all"] == {"vars": {"x": 1}} and data["rigs"]["vars"] == {"y": 2}
     assert list(data["rigs"]["hosts"]) == ["old", "new"]
     assert "ansible_user" not in data["rigs"]["hosts"]["new"]
     assert (inventory.parent / "hosts.yml.bak").read_text() == before
     assert inventory.stat().st_mode & 0o777 == 0o600
+    assert init("--host", "192.0.2.3", "--name", "newer") == 0
+    assert (inventory.parent / "hosts.yml.bak").read_text() == before, "no copy goes over another"
+    assert (inventory.parent / "hosts.yml.bak1").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["all", "localhost", "rigs", "home"])
+def test_a_name_that_is_ansibles_own_or_a_group_is_refused(
+    inventory: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    inventory.write_text("rigs: {hosts: {old: {}}}\nhome: {hosts: {old: {}}}\n")
+    assert init("--host", "192.0.2.2", "--name", name) == 2
+    said = capsys.readouterr().err
+    assert "BAD_HOST" in said and name in said and "new" not in inventory.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "rigs:\n", "rigs: {hosts: }\n"])
@@ -135,7 +150,7 @@ def test_an_empty_inventory_is_filled(inventory: Path, text: str) -> None:
         "- alpha\n",
         "rigs: {hosts: [a]}\n",
         "rigs: {\n",
-        "rigs: {hosts: {a: {k: !vault x}}}\n",
+        "rigs: {hosts: {a: {k: 1, k: 2}}}\n",
         "[rigs]\na\n",
     ],
 )
