@@ -16,6 +16,7 @@ from typing import Any
 from specrig.host import images, proven, retire, switch, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
+from specrig.host.redact import redact
 
 TIMEOUT_S = 600
 TAIL = 12
@@ -182,7 +183,7 @@ def ask(service: Mapping[str, Any], snippet: str | None) -> str:
         command += ["--entrypoint", "python3", runs, "-c", snippet, json.dumps(service["entrypoint"])]
         command += map(str, service["argv"])
     done = units.run(*command, timeout=TIMEOUT_S)
-    said = [units.redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
+    said = [redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
     last = said[-1][:400] if said else "it says nothing"
     if done.returncode == 0:
         return ""

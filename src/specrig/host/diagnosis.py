@@ -12,6 +12,7 @@ from typing import Any
 
 from specrig.host import docker_api, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.redact import redact
 
 DIRECTORY = Path("/var/lib/specrig/diagnosis")
 SERVICES = Path("/etc/specrig/services")
@@ -89,7 +90,7 @@ def clean(text: str, keys: Iterable[str]) -> str:
     """`text` without secrets, its lines and itself not longer than agreed; the end is what is kept."""
     for key in keys:
         text = text.replace(key, "***")
-    lines = (line if len(line) <= LONGEST else line[:LONGEST] + " …" for line in units.redact(text).splitlines())
+    lines = (line if len(line) <= LONGEST else line[:LONGEST] + " …" for line in redact(text).splitlines())
     return "\n".join(lines)
 
 

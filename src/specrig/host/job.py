@@ -24,7 +24,7 @@ from typing import Any
 
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import STARTING, line, write_json
-from specrig.host.units import redact
+from specrig.host.redact import redact
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 LAUNCH_S = 60.0  # of a machine that is busy with something else: seen above 15

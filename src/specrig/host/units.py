@@ -12,28 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from specrig.host.errors import COULD_NOT_RUN, HostError
+from specrig.host.redact import redact
 
 _PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,NRestarts,InvocationID,Job,StatusText,MainPID,ExecMainStatus,"
     "ActiveEnterTimestamp,StateChangeTimestamp,UnitFileState,ConditionResult,NeedDaemonReload,"
     "ExecMainStartTimestampMonotonic,Conflicts"
 )
-_SECRETS = (
-    re.compile(r"\bhf_[A-Za-z0-9]{8,}"),
-    re.compile(r"(?i)(\bbearer\s+)[^\s'\",]+"),
-    re.compile(
-        r"(?i)(\b(?:[a-z]+_)*(?:api[-_]?key|token|password|secret)['\"]?\s*[=:]\s*)(?:\[[^\]]*\]|['\"]?[^\s'\",\])}]+)"
-    ),
-    re.compile(r"(?i)(--api-key\s+)\S+"),
-)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-def redact(text: str) -> str:
-    """`text` with whatever looks like a key or a token replaced by `***`."""
-    for pattern in _SECRETS:
-        text = pattern.sub(lambda m: (m[1] if m.re.groups else "") + "***", text)
-    return text
 
 
 def run(*command: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from specrig.host.redact import redact
 from specrig.plan.catalog import Catalog, Profile
 from specrig.plan.refusals import finding
 from specrig.plan.types import Declared, Facts, Finding, HostDecl, ServiceDecl
@@ -46,7 +47,7 @@ _CONSTRAINTS = ("pattern", "greater_than", "less_than", "literal_error", "finite
 
 
 def show(value: Any) -> str:
-    """A value in a message: short, and safe for any type."""
+    """A value in a message: short, without a secret that it may hold, and safe for any type."""
     if isinstance(value, bool) or value is None:
         return str(value).lower() if value is not None else "empty"
     if isinstance(value, int):
@@ -54,7 +55,8 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, str):
-        text = value if len(value) <= 60 else value[:57] + "…"
+        text = redact(value[:4096])
+        text = text if len(text) <= 60 else text[:57] + "…"
         return ascii(text) if not text.isprintable() else f"'{text}'"
     if isinstance(value, dict):
         return "a mapping"
@@ -129,7 +131,22 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     if any(part in kind for part in _CONSTRAINTS) or kind.endswith("too_short"):
         fix = f"see docs/schema/{schema} for the range"
         return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {_said(error['msg'])}", fix)
-    return finding("WRONG_TYPE", f"{path} is {value}: {_said(error['msg'].split(',')[0])}")
+    written = f'{field}: "…"' if location[-1:] == (field,) else '"…"'
+    fix = _quotes(written, error["input"]) if kind == "string_type" else ""
+    return finding("WRONG_TYPE", f"{path} is {value}: {_said(error['msg'].split(',')[0])}", fix)
+
+
+def _quotes(written: str, value: Any) -> str:
+    """The fix for a text that YAML takes for something else; "" for what is no such text."""
+    if isinstance(value, bool):
+        why = "YAML reads on, off, yes and no as true and false"
+    elif isinstance(value, float):
+        why = "YAML reads 0.10 as the number 0.1"
+    elif isinstance(value, int):
+        why = "YAML reads it as a number"
+    else:
+        return ""
+    return f"write it in quotes, {written}; without them {why}"
 
 
 def parse(model: type[M], value: Any, prefix: str = "") -> tuple[M | None, list[Finding]]:

@@ -17,10 +17,12 @@ MIN_KEY = 16
 TLS_PORT, HTTP_PORT = 443, 8080
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z", re.ASCII)
 _SECRET_ENV = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\b(hf_)[A-Za-z0-9]{20,}|\w://[^\s/@:]*:[^\s/]+@")
 _FLAG = re.compile(r"--?[A-Za-z]")
 _SECRET_FLAGS = ("--api-key", "--hf-token", "--admin-api-key")
 _PARALLEL_FLAGS = ("--pipeline-parallel-size", "--data-parallel-size")
 _FORCED_SLOW = "awq"
+MASK = "***"
 SYSTEM_DIRECTORIES = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"}
 
 
@@ -180,16 +182,48 @@ def _bad_character(text: str) -> bool:
     return any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 or c in "\u2028\u2029" for c in text)
 
 
+def secret_in(text: str) -> str:
+    """What kind of secret a value looks like; "" for none."""
+    match = _SECRET_VALUE.search(text)
+    return "" if match is None else "a Hugging Face token" if match[1] else "a URL with a password"
+
+
 def _secret_fix(s: Service, name: str) -> str:
     """Where a secret of this name belongs; "" for the code's own words."""
     word = name.upper().lstrip("-").replace("-", "_")
     if word.startswith("HF_") or "HUGGING" in word:
         return f"leave {name} out; rig_hub_token: it is used while staging only"
-    if not word.endswith("KEY"):
+    if not word.endswith("API_KEY"):
         return f"leave {name} out: the engine needs no secret but its API key"
     if not s.engine.key_env:
         return f"leave {name} out: {s.engine.title} takes no key in secret; on loopback, the gateway before it asks for one"
     return ""
+
+
+def leaks(found: Iterable[Finding]) -> bool:
+    """Whether one of these says that there is a secret where everybody reads it."""
+    return any(one.code in ("SECRET_IN_ARGS", "SECRET_IN_ENV") for one in found)
+
+
+def masked_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The names of a person's own variables, once one of them holds a secret: which one is a guess, so no value is shown."""
+    return dict.fromkeys(env, MASK)
+
+
+def masked_args(words: list[str]) -> list[str]:
+    """The same of a person's own arguments: flags without their values."""
+    names = [re.split(r"[=\s]", word, maxsplit=1)[0] for word in words]
+    return [
+        MASK if not name.startswith("--") else name if name == word else f"{name}={MASK}"
+        for name, word in zip(names, words, strict=True)
+    ]
+
+
+def secret_value_fix(kind: str) -> str:
+    """What to do instead of writing such a value."""
+    if kind == "a URL with a password":
+        return "a URL without a password: specrig has no place where that one would be kept secret"
+    return "leave it out; rig_hub_token: it is used while staging only"
 
 
 def _owned_fix(s: Service, flag: str) -> str:
@@ -213,7 +247,8 @@ def _judged(s: Service, word: str) -> Iterator[Finding]:
         # argparse takes abbreviations, unless they are options of their own
         return positive in flags or (not real and len(flag) > 4 and any(one.startswith(flag) for one in flags))
 
-    if names(_SECRET_FLAGS):
+    if names(_SECRET_FLAGS) or flag.split(maxsplit=1)[0] in _SECRET_FLAGS:
+        flag = flag.split(maxsplit=1)[0]
         cause = f"extra_args has {flag}: every user of the host can read arguments"
         yield finding("SECRET_IN_ARGS", cause, _secret_fix(s, flag))
     elif names(_PARALLEL_FLAGS):
@@ -237,6 +272,9 @@ def arguments_are_ours(s: Service) -> Iterator[Finding]:
         yield finding(
             "ARG_POSITIONAL", f"extra_args begins with {show(s.decl.extra_args[0])}, which would be a second model"
         )
+    for kind in dict.fromkeys(filter(None, map(secret_in, s.decl.extra_args))):
+        cause = f"extra_args has {kind}: every user of the host can read arguments"
+        yield finding("SECRET_IN_ARGS", cause, secret_value_fix(kind))
     yield from (found for word in s.decl.extra_args if _FLAG.match(word) for found in _judged(s, word))
     if any(word.replace("_", "-") == "--trust-remote-code" for word in s.decl.extra_args):
         yield finding(
@@ -259,6 +297,10 @@ def variable_fault(name: str, value: str, secret_fix: str) -> Finding | None:
         return finding("ENV_NAME_INVALID", f"env has {show(name)}, which is no variable name")
     if _SECRET_ENV.search(name):
         return finding("SECRET_IN_ENV", f"env has {name}: docker inspect shows it to everyone", secret_fix)
+    if kind := secret_in(value):
+        return finding(
+            "SECRET_IN_ENV", f"env {name} has {kind}: docker inspect shows it to everyone", secret_value_fix(kind)
+        )
     if _bad_character(value):
         return finding("CONTROL_CHARACTER", f"env {name} holds a control character")
     return None

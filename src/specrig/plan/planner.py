@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from specrig.plan import compat, exposure, versions
@@ -88,14 +89,17 @@ def _plan(name: Any, declaration: Any, lock: Lock, raw_facts: Any, gateway: bool
             found += faults
             services += [service] if service else []
             unknown += [] if service else models_to_ask(item, host, lock)
+    shown = []
     for service in services:
-        found += [_named(service, f) for rule in SERVICE_RULES for f in rule(service)]
+        own = [_named(service, f) for rule in SERVICE_RULES for f in rule(service)]
+        found += own
+        shown.append(_masked(service) if exposure.leaks(own) else service)
     found += [f for rule in HOST_RULES for f in rule(host, services)]
     webui, webui_images, faults = plan_webui(host, services, lock, gateway)
     found = list(dict.fromkeys([*found, *faults]))
     return HostPlan(
         host=_host_json(host, services, webui),
-        services=tuple(_render(host, service, services) for service in services),
+        services=tuple(_render(host, service, shown) for service in shown),
         models=(*_models(host, services), *map(_to_lock, unknown)),
         images=(*_images(services), *webui_images),
         driver=_driver(host, services),
@@ -113,6 +117,13 @@ def _driver_of(decl: HostDecl, facts: Facts) -> tuple[str | None, int | None]:
     if wanted is None or (version is None and have is not None and branch == int(have.split(".")[0])):
         version = have
     return version, int(version.split(".")[0]) if version and branch is None else branch
+
+
+def _masked(service: Service) -> Service:
+    """A service that is refused for a secret, as its plan is shown."""
+    decl = service.decl
+    own = {"extra_args": exposure.masked_args(decl.extra_args), "env": exposure.masked_env(decl.env)}
+    return replace(service, decl=decl.model_copy(update=own))
 
 
 def _named(service: Service, found: Finding) -> Finding:

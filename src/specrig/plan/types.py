@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_K_UNMEASURED = 6
@@ -44,6 +44,11 @@ def _network(text: str) -> str:
     except ValueError as error:
         raise PydanticCustomError("literal_error", "{why}", {"why": str(error)}) from None
     return str(network)
+
+
+def _unquoted_off(value: Any) -> Any:
+    """`off` without quotes is false in YAML; where off is one of the words, nothing else can have been meant."""
+    return "off" if value is False else value
 
 
 def _not_ours(name: str) -> str:
@@ -183,7 +188,7 @@ class ServiceDecl(Declared):
     )
     tensor_parallel: int = Field(1, ge=1, le=16)
     draft_tensor_parallel: int | None = Field(None, ge=1, le=16, description="default: what the version wants")
-    p2p: Literal["auto", "off", "nvlink"] = Field(
+    p2p: Annotated[Literal["auto", "off", "nvlink"], BeforeValidator(_unquoted_off)] = Field(
         "auto", description="how two cards talk; auto: NVLink where it is, else through the host's memory"
     )
     gpus: list[int | str] | None = Field(

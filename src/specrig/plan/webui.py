@@ -11,7 +11,15 @@ from typing import Any
 
 from specrig.plan.compat import image_fault, unlocked
 from specrig.plan.declare import show
-from specrig.plan.exposure import address_of, gateway_socket, reached_here, same_socket, variable_fault
+from specrig.plan.exposure import (
+    address_of,
+    gateway_socket,
+    leaks,
+    masked_env,
+    reached_here,
+    same_socket,
+    variable_fault,
+)
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Lock, Service, by_digest, image_row
 from specrig.plan.types import Finding, GatewayDecl, WebuiDecl
@@ -57,14 +65,14 @@ def plan_webui(
     locked, faults = lock.image(declared)
     image = by_digest(declared, locked)
     endpoints = [_gateway(host.decl.rig_gateway or GatewayDecl())] if gateway else [_service(s) for s in services]
-    env = _DEFAULTS | decl.env | _decided(decl, endpoints)
+    env = masked_env(decl.env) if leaks(_environment(decl)) else decl.env
     interface = {
         "state": decl.state,
         "unit": UNIT,
         "image": image,
         "user": USER,
         "command": COMMAND,
-        "env": env,
+        "env": _DEFAULTS | env | _decided(decl, endpoints),
         "ports": [{"bind": decl.bind, "port": decl.port}],
         "url": f"http://{reached_here(decl.bind)}:{decl.port}",
         "health_path": "/health",

@@ -11,6 +11,7 @@ import pytest
 
 from specrig.host import phases, start, units
 from specrig.host.errors import HostError
+from specrig.host.redact import redact
 
 from .test_pull import Recorder
 
@@ -187,14 +188,17 @@ def test_lines_of_a_real_start(line: str) -> None:
     [
         ("token hf_abcdefghijkl used", "token *** used"),
         ("--api-key sk-1 --port 1", "--api-key *** --port 1"),
+        ("--hf-token sk-1 --port 1", "--hf-token *** --port 1"),
         ("VLLM_API_KEY=abc", "VLLM_API_KEY=***"),
+        ("by proxy http://me:p@ss@proxy:3128/x", "by proxy http://***@proxy:3128/x"),
+        ("http://127.0.0.1:8000/a@b", "http://127.0.0.1:8000/a@b"),
         ("password: 'x y'", "password: *** y'"),
         ("Avg generation throughput: 12.0 tokens/s", "Avg generation throughput: 12.0 tokens/s"),
         ("num_speculative_tokens=5, max_tokens: 7", "num_speculative_tokens=5, max_tokens: 7"),
     ],
 )
 def test_redaction(text: str, wanted: str) -> None:
-    assert units.redact(text) == wanted
+    assert redact(text) == wanted
 
 
 def test_coloured_lines_are_read() -> None:

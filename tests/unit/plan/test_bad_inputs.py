@@ -1,5 +1,6 @@
 """Bad input is refused on the controller, each kind with its own code, a cause that names it, and a fix."""
 
+import json
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(extra_args=["--api_key", "x"]), "SECRET_IN_ARGS", "--api-key"),
     (r1(extra_args=["--api-k", "x"]), "SECRET_IN_ARGS", "--api-k"),
     (r1(env={"VLLM_API_KEY": "x"}), "SECRET_IN_ENV", "VLLM_API_KEY"),
+    (r1(env={"A": "hf_" + "a" * 34}), "SECRET_IN_ENV", "env A has a Hugging Face token"),
+    (r1(env={"HTTPS_PROXY": "http://me:pw@proxy.example"}), "SECRET_IN_ENV", "HTTPS_PROXY has a URL with a password"),
+    (r1(extra_args=["--seed", "hf_" + "a" * 34]), "SECRET_IN_ARGS", "a Hugging Face token"),
+    (
+        r1(host={"rig_webui": {"env": {"DATABASE_URL": "postgresql://a:b@db.example/x"}}}),
+        "SECRET_IN_ENV",
+        "rig_webui: env DATABASE_URL",
+    ),
     (r1(extra_args=["--max_model_len=1"]), "FLAG_OWNED", "--max-model-len"),
     (r1(extra_args=["-tp", "2"]), "FLAG_OWNED", "--tensor-parallel-size"),
     (r1(extra_args=["--no-enforce-eager"]), "FLAG_OWNED", "enforce-eager"),
@@ -277,6 +286,27 @@ def test_fixes_name_what_is_there() -> None:
     assert fix({**wider, "rig_profile": "rtx4090_r1_14b_sglang"}, "VOCAB_MODE_VERSION") == "vocab: pad"
 
 
+@pytest.mark.parametrize(
+    ("over", "shows"),
+    [
+        ({"version": 0.10}, 'write it in quotes, version: "…"; without them YAML reads 0.10 as the number 0.1'),
+        ({"served_name": 8}, 'served_name: "…"'),
+        ({"env": {"A": False}}, 'A: "…"; without them YAML reads on, off, yes and no as true and false'),
+        ({"extra_args": ["--seed", 1]}, 'write it in quotes, "…"; without them YAML reads it as a number'),
+    ],
+)
+def test_text_that_yaml_takes_for_something_else_is_to_be_quoted(over: dict[str, Any], shows: str) -> None:
+    refused = plan_host("bad", r1(**over)).refusals
+    assert [found.code for found in refused] == ["WRONG_TYPE"] and shows in refused[0].fix
+
+
+def test_what_is_no_secret_is_taken_and_shown() -> None:
+    env = {"HF_HOME": "hf_transfer", "HTTPS_PROXY": "http://proxy.example:3128/me@here"}
+    plan = plan_host("host", r1(env=env))
+    assert plan.ok and env.items() <= plan.services[0].env.items()
+    assert "HTTPS_PROXY=http://proxy.example:3128/me@here" in render.table({"host": plan})
+
+
 def test_mapping_vocabularies_is_told_in_the_engines_own_versions() -> None:
     def cause(profile: str, **over: Any) -> str:
         found = plan_host("bad", service(profile, "r1-14b", vocab="heterogeneous", **over)).refusals
@@ -327,14 +357,24 @@ def test_facts_that_are_none(facts: Any) -> None:
 
 def test_no_secret_is_ever_told() -> None:
     secret = "hunter2-hunter2-hunter2"
+    hub = "hf_" + "Hunter2" * 5
     for declaration in (
         r1(host={"rig_api_key": secret}),
         r1(host={"rig_api_key": [secret]}),
         r1(host={"rig_api_key": secret + "\n"}),
         r1(env={"HF_TOKEN": secret}),
         r1(env={"A": {"b": secret}}),
+        r1(env={"A": hub}),
+        r1(env={"HTTPS_PROXY": f"http://me:{secret}@proxy.example:3128"}),
         r1(extra_args=["--api-key=" + secret]),
+        r1(extra_args=["--seed", "1", "--hf-token", secret]),
+        r1(extra_args=["--hf-token " + secret]),
+        r1(extra_args="--hf-token " + secret),
+        r1(extra_args=["--generation-config", hub]),
+        r1(host={"rig_hub_endpoint": f"https://me:{secret}@hub.example"}),
+        r1(host={"rig_webui": {"env": {"DATABASE_URL": f"postgresql://webui:{secret}@db.example/webui"}}}),
+        r1(host={"rig_webui": {"env": {"WEBUI_SECRET_KEY": secret}}}),
     ):
         plan = plan_host("bad", declaration)
-        told = plan.as_json()
-        assert secret not in str(told["refusals"]) + str(told["warnings"]) + str(told["host"])
+        told = json.dumps(plan.as_json()) + render.table({"bad": plan})
+        assert secret not in told and hub not in told

@@ -7,6 +7,7 @@ import pytest
 from specrig.plan import plan_host
 from specrig.plan.render import table
 from specrig.plan.types import HostPlan
+from tests.unit.plan.tiny import service
 
 DUAL = "dual_rtx3090_r1_32b_tp2"
 THERE = {"gpus": [{"name": "NVIDIA GeForce RTX 3090"}, {"name": "NVIDIA GeForce RTX 3090"}]}
@@ -228,6 +229,14 @@ def test_a_curve_that_is_refused(tuning: dict[str, Any], code: str, words: str) 
     plan = tuned({"gpus": [{**gpu, "uuid": f"GPU-{n}"} for n, gpu in enumerate(THERE["gpus"])]}, **tuning)
     assert codes(plan) == [code] and words in plan.refusals[0].cause
     assert tuned(**{**tuning, "state": "absent"}).ok
+
+
+def test_off_without_quotes_is_off() -> None:
+    """YAML reads `p2p: off` as false."""
+    for written in ("off", False):
+        plan = plan_host("host", service("dual_rtx3090_r1_32b_tp2", "r1-32b", p2p=written))
+        assert plan.ok and plan.services[0].p2p == "off"
+    assert codes(plan_host("host", service("dual_rtx3090_r1_32b_tp2", "r1-32b", p2p=True))) == ["VALUE_OUT_OF_RANGE"]
 
 
 def test_an_engine_without_tensor_parallelism_takes_no_p2p() -> None:
