@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from specrig.host import choose, start
+from specrig.host import choose, start, switch
 from specrig.host.errors import HostError
 
 from .test_pull import Recorder
 
-A, B, ALONE = "specrig-a.service", "specrig-b.service", "specrig-alone.service"
+A, B, C, D, ALONE = (f"specrig-{name}.service" for name in ("a", "b", "c", "d", "alone"))
 SYSTEMCTL = """#!{python}
 import json, pathlib, sys
 here = pathlib.Path(__file__).parent
@@ -50,6 +50,11 @@ class Rig:
     def put(self, **units: dict[str, Any]) -> None:
         (self.directory / "units").write_text(json.dumps({f"specrig-{name}.service": u for name, u in units.items()}))
 
+    def plan(self, **conflicts: list[str]) -> None:
+        """The applied plan: services without a setting but with whom each cannot run; starting is not proving here."""
+        services = [{"name": n, "unit": f"specrig-{n}.service", "conflicts": c} for n, c in conflicts.items()]
+        (self.directory / "plan.json").write_text(json.dumps({"services": services}))
+
     def units(self) -> dict[str, tuple[str, str]]:
         found = json.loads((self.directory / "units").read_text())
         return {name: (one["ActiveState"], one["UnitFileState"]) for name, one in found.items()}
@@ -63,6 +68,9 @@ class Rig:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(start, "POLL_S", 0.0)
     monkeypatch.setattr(start, "SETTLE_S", 0.0)
+    monkeypatch.setattr(choose, "PLAN", tmp_path / "plan.json")
+    monkeypatch.setattr(switch, "Service", lambda entry: entry["unit"])
+    monkeypatch.setattr(switch, "switch", lambda unit, progress: start.start(unit, progress, enable=True))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "systemctl").write_text(SYSTEMCTL.replace("{python}", sys.executable))
     (tmp_path / "journalctl").write_text("#!/bin/sh\n")
@@ -84,7 +92,9 @@ def test_one_starts_the_other_stops_also_at_boot(rig: Rig) -> None:
 
 
 def test_check_changes_nothing(rig: Rig) -> None:
-    assert choose.choose("b", Recorder(), check=True) == {"changed": True, "unit": B, "stopped": [A], "seconds": 0.0}
+    assert choose.choose("b", Recorder(), check=True) == {
+        "changed": True, "unit": B, "stopped": [A], "beside": [], "seconds": 0.0,
+    }  # fmt: skip
     assert rig.calls() == []
 
 
@@ -125,3 +135,42 @@ def test_a_first_converge_chooses_the_first(rig: Rig) -> None:
     assert start.start(A, Recorder(), enable=True)["changed"]
     assert start.start(B, Recorder(), enable=True)["state"] == "alternate"
     assert rig.units() == {A: ON, B: OFF}
+
+
+@pytest.fixture
+def shared(rig: Rig) -> Rig:
+    """a and b run side by side; c takes the cards of both; d takes b's."""
+    rig.put(a=unit(True, C), b=unit(True, f"{C} {D}"), c=unit(False, f"{A} {B} {D}"), d=unit(False, f"{B} {C}"))
+    rig.plan(a=[C], b=[C, D], c=[A, B, D], d=[B, C])
+    return rig
+
+
+def test_all_that_stopped_run_again_when_the_other_does_not_come_up(shared: Rig) -> None:
+    shared.put(a=unit(True, C), b=unit(True, C), c=unit(False, f"{A} {B}", bad=True))
+    with pytest.raises(HostError) as caught:
+        choose.choose("c", Recorder())
+    assert caught.value.code == "START_FAILED" and caught.value.cause.endswith(f"{A}, {B} run again")
+    assert shared.units() == {A: ON, B: ON, C: OFF}
+
+
+def test_the_way_back_brings_the_ones_beside_it_too(shared: Rig) -> None:
+    choose.choose("c", Recorder())
+    assert shared.units() == {A: OFF, B: OFF, C: ON, D: OFF}
+    assert choose.choose("a", Recorder(), check=True)["beside"] == [B]
+    assert choose.choose("a", Recorder())["beside"] == [B]
+    assert shared.units() == {A: ON, B: ON, C: OFF, D: OFF}
+    assert choose.choose("a", Recorder())["changed"] is False
+
+
+def test_a_choice_among_the_ones_beside_it_stays(shared: Rig) -> None:
+    choose.choose("d", Recorder())
+    assert shared.units() == {A: ON, B: OFF, C: OFF, D: ON}
+    assert choose.choose("a", Recorder())["changed"] is False
+
+
+def test_one_beside_it_that_does_not_come_up_is_told_and_takes_nothing_down(shared: Rig) -> None:
+    shared.put(a=unit(False, C), b=unit(False, C, bad=True), c=unit(True, f"{A} {B}"))
+    shared.plan(a=[C], b=[C], c=[A, B])
+    with pytest.raises(HostError) as caught:
+        choose.choose("a", Recorder())
+    assert f"{A} runs, and {B}" in caught.value.cause and shared.units()[A] == ON
