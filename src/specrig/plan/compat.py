@@ -7,7 +7,7 @@ from specrig.plan import versions
 from specrig.plan.declare import show
 from specrig.plan.dialects import dialect, methods, nearest
 from specrig.plan.refusals import finding
-from specrig.plan.resolve import Host, Service, pick_version
+from specrig.plan.resolve import Host, Model, Service, pick_version
 from specrig.plan.types import MAX_K_UNMEASURED, Finding, ServiceDecl
 
 _IMAGE = re.compile(
@@ -90,6 +90,12 @@ def engine_has_the_words(s: Service) -> Iterator[Finding]:
         if name == "tensor_parallel":
             fix += f"; with gpus: {show_list(range(int(value)))} it spreads the layers over the cards"
         yield finding("ENGINE_FIELD", f"{name} is {show(value)}; {s.engine.title} has no such setting", fix)
+
+
+def words(values: Iterable[object]) -> str:
+    """1, 2 or 4."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def show_list(numbers: Iterable[int]) -> str:
@@ -189,7 +195,9 @@ def cards_serve(s: Service) -> Iterator[Finding]:
         return
     if tp > have:
         yield finding(
-            "TP_EXCEEDS_GPUS", f"tensor_parallel is {tp}, the host has {have} card(s)", f"tensor_parallel: {have}"
+            "TP_EXCEEDS_GPUS",
+            f"tensor_parallel is {tp}, the host has {have} card(s)",
+            f"tensor_parallel: {max(_possible_tp(s))}",
         )
         return
     if len(set(s.gpus)) < len(s.gpus):
@@ -217,16 +225,30 @@ def cards_serve(s: Service) -> Iterator[Finding]:
             yield finding("GPU_TOO_NEW", cause, f"version: {pick_version(s.decl, s.method, s.host, s.cards, s.engine)}")
 
 
+def _divides(model: Model, tp: int) -> bool:
+    """Do the model's attention heads split evenly over so many cards?"""
+    heads, kv = model.config.num_attention_heads, model.config.num_key_value_heads
+    return not (heads % tp or (kv % tp and tp % kv))
+
+
+def _split_models(s: Service) -> list[Model]:
+    return [s.target, *([s.draft] if s.uses_draft and s.draft and s.draft_tp > 1 else [])]
+
+
+def _possible_tp(s: Service) -> list[int]:
+    """What tensor_parallel can be: it divides the heads, and the host has as many cards."""
+    cards = range(1, 1 + (len(s.host.cards) or 1 if s.host.cards_clear else 16))
+    return [tp for tp in cards if all(_divides(model, tp) for model in _split_models(s))]
+
+
 def parallel_divides(s: Service) -> Iterator[Finding]:
     """Tensor parallelism splits attention heads evenly, and drafts have rules of their own."""
     tp, asked = s.tp, s.decl.draft_tensor_parallel
-    for model in (s.target, *([s.draft] if s.uses_draft and s.draft and s.draft_tp > 1 else [])):
-        heads, kv = model.config.num_attention_heads, model.config.num_key_value_heads
-        if heads % tp or (kv % tp and tp % kv):
-            yield finding(
-                "TP_DOES_NOT_DIVIDE",
-                f"tensor_parallel {tp} does not divide {model.ref.repo}'s {heads} heads ({kv} of KV)",
-            )
+    for model in _split_models(s):
+        if not _divides(model, tp):
+            heads, kv = model.config.num_attention_heads, model.config.num_key_value_heads
+            cause = f"tensor_parallel {tp} does not divide {model.ref.repo}'s {heads} heads ({kv} of KV)"
+            yield finding("TP_DOES_NOT_DIVIDE", cause, f"tensor_parallel: {words(_possible_tp(s))}")
     if not s.uses_draft or asked is None:
         return
     rule = s.speaking.traits["draft_tp"]
@@ -254,7 +276,8 @@ def driver_runs_image(s: Service) -> Iterator[Finding]:
         if runs != s.version and not s.decl.image:
             image_of = s.engine.image_of(runs)
             if s.host.driver_key >= versions.key(s.host.catalog.drivers.cuda[image_of.cuda].min_driver):
-                fix += f", or version: {runs}"
+                old = s.engine.security_floor and versions.key(runs) < versions.key(s.engine.security_floor)
+                fix += f", or version: {runs}" + (", which has known holes" if old else "")
         forward = s.cards and all(card.gpu.family != "geforce" for card in s.cards)
         yield finding("DRIVER_COMPAT" if forward else "DRIVER_TOO_OLD", cause, fix)
     elif s.decl.version == "auto" and s.version != s.engine.versions[-1]:
@@ -343,9 +366,13 @@ def version_is_safe(s: Service) -> Iterator[Finding]:
     hit = [a for a in s.engine.advisories if versions.key(a.since) <= at < versions.key(a.fixed)]
     names = ", ".join(a.id for a in sorted(hit, key=lambda a: versions.key(a.fixed), reverse=True)[:3])
     more = f" and {len(hit) - 3} more" if len(hit) > 3 else ""
-    yield finding(
-        "SECURITY_FLOOR", f"{s.version} is below {floor}: {names}{more}", f"version: {floor}, and keep bind on loopback"
-    )
+    cause, fix = f"{s.version} is below {floor}: {names}{more}", f"version: {floor}, and keep bind on loopback"
+    need = s.host.catalog.drivers.cuda[s.engine.image_of(floor).cuda]
+    if s.host.driver_key is not None and s.host.driver_key < versions.key(need.min_driver):
+        have = s.host.driver or s.host.driver_branch
+        cause += f"; driver {have} runs none without known holes: {floor} needs {need.min_driver}"
+        fix = f"{_newer_driver(s.host, need.branch)}, and version: {floor}; until then keep bind on loopback"
+    yield finding("SECURITY_FLOOR", cause, fix)
 
 
 def draft_keeps_graphs(s: Service) -> Iterator[Finding]:

@@ -163,19 +163,21 @@ def models_lie_apart(host: Host, _services: list[Service]) -> Iterator[Finding]:
         )
 
 
-def ports_are_free(_host: Host, services: list[Service]) -> Iterator[Finding]:
+def ports_are_free(host: Host, services: list[Service]) -> Iterator[Finding]:
     """Two services can not publish the same port on the same address."""
+    taken = {s.decl.port for s in services}
+    taken |= {other.port for other in (host.decl.rig_webui, host.decl.rig_gateway) if other and other.port}
     for i, one in enumerate(services):
         for other in services[:i]:
-            if excludes(one, other):
-                continue
-            if same_socket((one.decl.bind, one.decl.port), (other.decl.bind, other.decl.port)):
+            clash = same_socket((one.decl.bind, one.decl.port), (other.decl.bind, other.decl.port))
+            if clash and not excludes(one, other):
                 where = f"port {one.decl.port} ({', '.join(dict.fromkeys((other.decl.bind, one.decl.bind)))})"
-                taken = {s.decl.port for s in services}
                 free = next(p for p in range(8000, 65536) if p not in taken)
+                taken.add(free)  # each gets one of its own
                 yield finding(
                     "PORT_CLASH", f"{other.name} and {one.name} both listen on {where}", f"port: {free} for {one.name}"
                 )
+                break
 
 
 def _bad_character(text: str) -> bool:

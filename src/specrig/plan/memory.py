@@ -1,23 +1,35 @@
 """Rules over the VRAM ledger: what fits, and the smallest change that would."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from specrig.plan import vram
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Host, Service, cpu_cache, demand
 from specrig.plan.types import Finding
 
+SHARED = 0.95  # of a card, for all services on it together
+
 
 def _gib(mib: int) -> str:
     return f"{mib / 1024:.1f} GiB"
+
+
+def sure_context(s: Service) -> int:
+    """The largest max_model_len that is planned without a warning about memory; 0: none, or no account is kept."""
+    if s.ledger is None:
+        return 0
+    asked = replace(s.ledger.demand, graphs=True) if s.eager_forced else s.ledger.demand
+    return vram.largest_context(asked, s.ledger.band_mib)
 
 
 def _ways_out(s: Service, account: vram.Ledger) -> str:
     """Every single change that makes the asked context start, the smallest first."""
     ways: list[str] = []
     tightest = account.tightest
-    if account.largest_max_model_len:
-        ways.append(f"max_model_len: {account.largest_max_model_len}")
+    sure, most = sure_context(s), account.largest_max_model_len
+    if most:
+        ways.append(f"max_model_len: {sure or most}" + (f" ({most} if the estimates hold)" if 0 < sure < most else ""))
     need = max(vram.needed_utilization(card, account.demand.max_model_len) for card in account.cards)
     if need <= vram.highest_utilization(tightest):
         ways.append(f"gpu_memory_utilization: {need:g}")
@@ -47,9 +59,10 @@ def it_fits(s: Service) -> Iterator[Finding]:
     elif account.tight:
         room = f"room for {card.kv_tokens} tokens, context {s.decl.max_model_len}"
         cause = f"{room}: within the error band of {account.band_mib} MiB"
-        yield finding(
-            "VRAM_TIGHT", cause, f"max_model_len: {max(256, s.decl.max_model_len // 512 * 256)}, or lock the models"
-        )
+        loads = (account.demand.target, account.demand.draft)
+        ways = [f"max_model_len: {sure}"] if (sure := sure_context(s)) else []
+        ways += ["./rig models lock, whose sizes are exact"] if any(load and not load.exact for load in loads) else []
+        yield finding("VRAM_TIGHT", cause, ", or ".join(ways) or "a smaller model, or more cards (tensor_parallel)")
     worst = min(account.cards, key=lambda a: a.spare_mib)
     if worst.spare_mib < 0:
         highest = vram.highest_utilization(worst)
@@ -66,7 +79,8 @@ def graphs_are_kept(s: Service) -> Iterator[Finding]:
         return
     if s.eager_forced:
         cause = f"CUDA graphs do not fit beside a context of {s.decl.max_model_len}: eager, 2-3 times slower"
-        yield finding("EAGER_LAST_RESORT", cause)
+        sure = sure_context(s)
+        yield finding("EAGER_LAST_RESORT", cause, f"max_model_len: {sure}, and the graphs come back" if sure else "")
     elif s.speculates and s.speaking.traits["eager_scorer"]:
         yield finding(
             "EAGER_TRADE",
@@ -104,7 +118,8 @@ def estimate(s: Service) -> Iterator[Finding]:
     have = sum(card.ledger_card.visible_mib - card.ledger_card.display_mib for card in s.cards)
     held = f"{_gib(weights)} of weights and {_gib(cache)} of KV cache ({sequences} x {s.decl.max_model_len} tokens), {_gib(have)} on the cards"
     if weights + cache > have:
-        fits = max(0, have - weights) * vram.MIB // (per_token * sequences) // vram.STEP * vram.STEP
+        fits = max(0, have - weights) * vram.MIB // (per_token * sequences)
+        fits = min(fits, s.target.config.max_position_embeddings) // vram.STEP * vram.STEP
         fix = (
             f"max_model_len: {fits}, or fewer max_num_seqs"
             if fits >= vram.STEP
@@ -120,7 +135,9 @@ def context_is_known(s: Service) -> Iterator[Finding]:
     limit = s.target.config.max_position_embeddings
     if s.decl.max_model_len > limit:
         cause = f"max_model_len is {s.decl.max_model_len}, {s.target.ref.repo} ends at {limit}"
-        yield finding("CONTEXT_TOO_LONG", cause, f"max_model_len: {limit}")
+        sure = sure_context(s)
+        fix = f"max_model_len: {sure}, which the cards hold" if 0 < sure < limit else f"max_model_len: {limit}"
+        yield finding("CONTEXT_TOO_LONG", cause, fix)
 
 
 def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Iterator[Finding]:
@@ -129,10 +146,18 @@ def cards_are_shared_within_bounds(host: Host, services: list[Service]) -> Itera
         # An exclusive service never runs beside another one on its cards.
         on = [s for s in services if s.cuda and card in s.cards and not s.decl.exclusive]
         total = sum(s.utilization for s in on)
-        if len(on) > 1 and total > 0.95:
-            cause = f"card {card.index}: {' and '.join(s.name for s in on)} ask for {total:.2f} of it, 0.95 is there"
+        if len(on) > 1 and total > SHARED:
+            # The smallest ones run beside each other, as many as fit; one alone always does.
+            together: list[Service] = []
+            for s in sorted(on, key=lambda s: s.utilization):
+                if not together or sum(t.utilization for t in together) + s.utilization <= SHARED:
+                    together.append(s)
+            alone = ", ".join(s.name for s in on if s not in together)
+            cause = (
+                f"card {card.index}: {' and '.join(s.name for s in on)} ask for {total:.2f} of it, {SHARED} is there"
+            )
             yield finding(
                 "GPU_OVERCOMMIT",
                 cause,
-                "exclusive: true for one of them (./rig switch), other gpus, or a gpu_memory_utilization of each that add up to 0.95",
+                f"exclusive: true for {alone} (./rig switch), other gpus, or a gpu_memory_utilization of each that add up to {SHARED}",
             )

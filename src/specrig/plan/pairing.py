@@ -11,6 +11,7 @@ from typing import Any
 
 from specrig.plan import vram
 from specrig.plan.dialects import dialect
+from specrig.plan.memory import sure_context
 from specrig.plan.refusals import finding
 from specrig.plan.resolve import Model, Service
 from specrig.plan.types import MAX_K_UNMEASURED, Finding
@@ -99,7 +100,7 @@ def pair_makes_sense(s: Service) -> Iterator[Finding]:
     limit = s.draft.config.max_position_embeddings
     if limit < s.decl.max_model_len <= s.target.config.max_position_embeddings:
         cause = f"max_model_len is {s.decl.max_model_len}, the draft {s.draft.ref.repo} ends at {limit}"
-        yield finding("DRAFT_CONTEXT_SHORT", cause, f"max_model_len: {limit}")
+        yield finding("DRAFT_CONTEXT_SHORT", cause, f"max_model_len: {sure_context(s) or limit}")
     small, large = _reads(s.draft), _reads(s.target)
     if small >= large:
         cause = f"the draft reads {small / 1e9:.2f} GB per token, the target {large / 1e9:.2f}"

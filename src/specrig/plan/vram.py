@@ -137,7 +137,11 @@ class CardLedger:
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit into the KV cache, whole blocks."""
-        return max(0, self.kv_mib * MIB // self.kv_token_bytes // BLOCK * BLOCK)
+        return self.tokens_beside(0)
+
+    def tokens_beside(self, spare_mib: int) -> int:
+        """The same, with so much of it left alone."""
+        return max(0, (self.kv_mib - spare_mib) * MIB // self.kv_token_bytes // BLOCK * BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,7 @@ class Ledger:
     @property
     def tight(self) -> bool:
         """Does it fit only if the estimates hold?"""
-        account = self.tightest
-        sure = (account.kv_mib - self.band_mib) * MIB // account.kv_token_bytes
+        sure = min(account.tokens_beside(self.band_mib) for account in self.cards)
         return self.fits and sure < self.demand.max_model_len
 
     def as_json(self) -> dict[str, Any]:
@@ -253,8 +256,9 @@ def _account(demand: Demand, index: int) -> CardLedger:
     return CardLedger(index, card, budget, tuple(rows), token, card.visible_mib - budget - outside)
 
 
-def _kv_tokens(demand: Demand) -> int:
-    return min(_account(demand, index).kv_tokens for index in range(len(demand.cards)))
+def _kv_tokens(demand: Demand, spare_mib: int = 0) -> int:
+    """Tokens that each card holds, with `spare_mib` of its cache left alone."""
+    return min(account.tokens_beside(spare_mib) for account in accounts(demand))
 
 
 def accounts(demand: Demand) -> tuple[CardLedger, ...]:
@@ -276,14 +280,14 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
     return low * STEP
 
 
-def largest_context(demand: Demand) -> int:
-    """The largest max_model_len (multiple of 256) that starts with everything else as it is; 0: none."""
+def largest_context(demand: Demand, spare_mib: int = 0) -> int:
+    """The largest max_model_len (multiple of 256) that starts, beside `spare_mib`, with everything else as it is; 0: none."""
     limits = [demand.target.config.max_position_embeddings]
     if demand.draft:
         limits.append(demand.draft.config.max_position_embeddings)
     if demand.traits["profile_tokens"]:  # the cache does not depend on the context
-        return min([_kv_tokens(demand), *limits]) // STEP * STEP
-    return _largest(lambda n: _kv_tokens(replace(demand, max_model_len=n)) >= n, min(limits))
+        return min([_kv_tokens(demand, spare_mib), *limits]) // STEP * STEP
+    return _largest(lambda n: _kv_tokens(replace(demand, max_model_len=n), spare_mib) >= n, min(limits))
 
 
 def ledger(demand: Demand) -> Ledger:

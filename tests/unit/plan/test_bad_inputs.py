@@ -249,6 +249,48 @@ def test_two_services_on_one_port() -> None:
         assert [found.code for found in plan.refusals] == (["PORT_CLASH"] if clash else [])
 
 
+def _several(count: int, **over: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"s{i}",
+            "target": {"repo": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"},
+            "max_model_len": 2048,
+            **over,
+        }
+        for i in range(count)
+    ]
+
+
+def test_four_services_on_one_port_are_given_three_others() -> None:
+    declared = {"rig_gpus": [{"name": "h200"}], "rig_webui": {"port": 8001}}
+    services = _several(4, gpu_memory_utilization=0.1)
+    plan = plan_host("bad", {**declared, "rig_services": services})
+    assert [found.code for found in plan.refusals] == ["PORT_CLASH"] * 3
+    assert [found.fix for found in plan.refusals] == [
+        f"port: {p} for s{i}" for i, p in ((1, 8002), (2, 8003), (3, 8004))
+    ]
+    for item, port in zip(services[1:], (8002, 8003, 8004), strict=True):
+        item["port"] = port
+    assert plan_host("good", {**declared, "rig_services": services}).ok
+
+
+def test_services_that_share_a_card_are_told_which_must_be_exclusive() -> None:
+    services = _several(11, gpu_memory_utilization=0.4)
+    services = [{**item, "port": 8000 + i} for i, item in enumerate(services)]
+    [found] = plan_host("bad", {"rig_gpus": [{"name": "rtx_4090"}], "rig_services": services}).refusals
+    names = [f"s{i}" for i in range(2, 11)]
+    assert found.code == "GPU_OVERCOMMIT" and found.fix.startswith(f"exclusive: true for {', '.join(names)} (./rig")
+    services = [{**item, "exclusive": item["name"] in names} for item in services]
+    assert plan_host("good", {"rig_gpus": [{"name": "rtx_4090"}], "rig_services": services}).ok
+
+
+@pytest.mark.parametrize(("cards", "asked", "fix"), [(3, 3, "1 or 2"), (8, 8, "1, 2 or 4"), (1, 8, "1"), (3, 8, "2")])
+def test_tensor_parallelism_is_proposed_as_heads_and_cards_allow(cards: int, asked: int, fix: str) -> None:
+    host = {"rig_gpus": [{"name": "rtx_4090", "count": cards}]}
+    found = plan_host("bad", r1(tensor_parallel=asked, host=host)).refusals
+    assert found[0].code in ("TP_DOES_NOT_DIVIDE", "TP_EXCEEDS_GPUS") and found[0].fix == f"tensor_parallel: {fix}"
+
+
 @pytest.mark.parametrize(
     "lock", ["lock", [], {"models": []}, {"models": {"specrig-lab/tiny-target": 1}}, {"models": 7}]
 )

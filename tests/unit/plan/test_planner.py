@@ -163,7 +163,17 @@ def test_auto_is_the_newest_the_driver_runs(driver: Any, version: str, branch: i
 def test_a_driver_mismatch_names_both_ways_out() -> None:
     refused = plan_host("host", r1(host={"rig_driver": {"branch": 550}}, version="0.33.0")).refusals
     assert [found.code for found in refused] == ["DRIVER_TOO_OLD"]
-    assert refused[0].fix == "rig_driver: {branch: 580}, or version: 0.8.5.post1"
+    assert refused[0].fix == "rig_driver: {branch: 580}, or version: 0.8.5.post1, which has known holes"
+
+
+@pytest.mark.parametrize("version", ["auto", "0.8.5.post1"])
+def test_an_old_driver_is_not_told_of_a_version_that_it_does_not_run(version: str) -> None:
+    old = r1(host={"rig_driver": {"source": "distro", "branch": 550}}, version=version)
+    [found] = [w for w in plan_host("host", old).warnings if w.code == "SECURITY_FLOOR"]
+    assert "driver 550 runs none without known holes: 0.33.0 needs 580.65.06" in found.cause
+    assert found.fix.startswith("rig_driver: {source: nvidia, branch: 580, …}") and "version: 0.33.0" in found.fix
+    [found] = [w for w in plan_host("host", r1(version="0.26.0")).warnings if w.code == "SECURITY_FLOOR"]
+    assert found.fix == "version: 0.33.0, and keep bind on loopback"
 
 
 def test_the_distributions_archive_is_not_proposed_for_what_it_lacks() -> None:
@@ -341,7 +351,7 @@ def test_the_table_shows_all_a_person_needs() -> None:
         "driver     branch 580, there already, or yours to install; vllm 0.33.0 carries CUDA 13.0: driver 580.65.06 or newer",
         "beta    rtx4090_r1_14b on 1 × GeForce RTX 4090    REFUSED (1)",
         "VRAM_OVERCOMMIT",
-        "fix: max_model_len: 29440",
+        "fix: max_model_len: 26368 (29440 if the estimates hold)",
     ):
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 125

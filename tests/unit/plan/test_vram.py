@@ -1,5 +1,6 @@
 """The ledger against published sizes and a real engine's own log."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -117,9 +118,35 @@ def _plan(**over: Any) -> HostPlan:
 def test_over_commit_names_changes_that_do_fit() -> None:
     refused = _plan(max_model_len=40960).refusals[0]
     assert refused.code == "VRAM_OVERCOMMIT"
-    assert refused.fix == "max_model_len: 29440, or rig_speculation: false"
+    assert refused.fix == "max_model_len: 26368 (29440 if the estimates hold), or rig_speculation: false"
     assert _plan(max_model_len=29440).ok
     assert plan_host("host", r1(host={"rig_speculation": False}, max_model_len=40960)).ok
+
+
+@pytest.mark.parametrize(
+    ("over", "code"),
+    [
+        ({"max_model_len": 131072}, "VRAM_OVERCOMMIT"),
+        ({"max_model_len": 9_999_999}, "CONTEXT_TOO_LONG"),
+        ({"max_model_len": 29440}, "VRAM_TIGHT"),
+        ({"max_model_len": 36096}, "VRAM_TIGHT"),
+        ({"max_model_len": 35072}, "EAGER_LAST_RESORT"),
+        ({"max_model_len": 65536, "version": "0.6.6"}, "VRAM_OVERCOMMIT"),  # V0: the account grows with the context
+        ({"max_model_len": 65536, "eager": True}, "VRAM_OVERCOMMIT"),
+        ({"max_model_len": 33024, "draft": {"repo": "alamios/DeepSeek-R1-DRAFT-Qwen2.5-0.5B"}}, "DRAFT_CONTEXT_SHORT"),
+    ],
+)
+def test_the_context_that_a_fix_names_is_the_largest_without_a_warning(over: dict[str, Any], code: str) -> None:
+    def memory(length: int) -> set[str]:
+        plan = _plan(**{**over, "max_model_len": length})
+        codes = {found.code for found in (*plan.refusals, *plan.warnings)}
+        return {c for c in codes if c.startswith(("VRAM", "CONTEXT", "DRAFT_CONTEXT", "EAGER_LAST"))}
+
+    plan = _plan(**over)
+    fix = next(found.fix for found in (*plan.refusals, *plan.warnings) if found.code == code)
+    named = int(re.match(r"max_model_len: (\d+)", fix)[1])  # type: ignore[index]
+    assert memory(named) == set()
+    assert memory(named + vram.STEP)
 
 
 def test_graphs_are_given_up_last_and_said_so() -> None:
