@@ -56,8 +56,14 @@ def test_networks_go_to_their_family_and_all_others_are_dropped() -> None:
 
 
 def test_nobody_named_means_nobody_but_this_machine() -> None:
-    lines = rules("iptables", ("0.0.0.0", 8000), allow=[])
+    lines = [line for line in rules("iptables", ("0.0.0.0", 8000), allow=[]) if "DIRECT" not in line]
     assert lines[0] == "-A SPECRIG -i lo -j RETURN" and lines[-1] == "-A SPECRIG-FROM -j DROP" and len(lines) == 3
+
+
+def test_a_containers_own_address_is_closed_whatever_is_published() -> None:
+    for family in ("iptables", "ip6tables"):
+        [line] = [line for line in rules(family) if line.startswith("-A SPECRIG-DIRECT")]
+        assert "! --ctstate DNAT" in line and line.endswith("-j DROP"), "what came by a published port is let through"
 
 
 def test_the_program_is_a_shell_script() -> None:
