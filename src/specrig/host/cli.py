@@ -27,6 +27,7 @@ from specrig.host import (
     docker_daemon,
     driver,
     fans,
+    firewall,
     gateway,
     images,
     job,
@@ -301,6 +302,15 @@ def _load(name: str, stdin: str | None) -> manifest.Job:
         ) from error
 
 
+def _change_units(args: argparse.Namespace, progress: Progress, stdin: str | None) -> dict[str, Any]:
+    """The verbs after which other units may be there than before."""
+    if args.verb == "switch":
+        return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
+    if args.verb == "rollback":
+        return switch.rollback(args.service, progress, args.check)
+    return retire.retire(_document(args.job, stdin), progress, args.check)
+
+
 def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = None) -> dict[str, Any]:
     """Carry one verb out (all but `job`); `stdin` stands in for standard input."""
     if args.verb == "stage":
@@ -317,12 +327,12 @@ def run_verb(args: argparse.Namespace, progress: Progress, stdin: str | None = N
         return start.start(args.unit, progress, args.restart, args.timeout, args.check, args.enable, args.after)
     if args.verb == "arguments":
         return arguments.arguments(_document(args.job, stdin), progress, args.check)
-    if args.verb == "switch":
-        return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
-    if args.verb == "rollback":
-        return switch.rollback(args.service, progress, args.check)
-    if args.verb == "retire":
-        return retire.retire(_document(args.job, stdin), progress, args.check)
+    if args.verb in ("switch", "rollback", "retire"):
+        try:
+            return _change_units(args, progress, stdin)
+        finally:
+            if not args.check:
+                firewall.follow()
     if args.verb == "choose":
         return choose.choose(args.name, progress, args.timeout, args.check)
     if args.verb == "diagnose":

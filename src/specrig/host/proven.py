@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specrig.host import firewall
 from specrig.host.progress import sync
 
 ROOT = Path("/var/lib/specrig/services")
@@ -133,6 +134,7 @@ def restore(content: Mapping[Path, bytes]) -> None:
     for path, data in content.items():
         if read_files([path]).get(path) != data:
             write(path, data)
+    firewall.follow()  # before the unit that was put back publishes its port
 
 
 def homes(root: Path | None = None) -> Iterator[Home]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from specrig.ansible.filter.systemd import systemd_quote
 from specrig.runner import ROOT
 
 ALLOW = ["192.0.2.0/24", "2001:db8::/32"]
@@ -64,6 +66,48 @@ def test_a_containers_own_address_is_closed_whatever_is_published() -> None:
     for family in ("iptables", "ip6tables"):
         [line] = [line for line in rules(family) if line.startswith("-A SPECRIG-DIRECT")]
         assert "! --ctstate DNAT" in line and line.endswith("-j DROP"), "what came by a published port is let through"
+
+
+def loads(tmp_path: Path, units: dict[str, str], *words: str) -> tuple[int, str]:
+    """(status, what iptables-restore was given) of the program on a machine with these units; iptables itself says yes to all."""
+    places = {"/etc/specrig/firewall": "rules", "/run/specrig/firewall": "loaded", "/etc/systemd/system": "units"}
+    text = (ROOT / "templates/usr/local/lib/specrig/firewall").read_text().replace("/proc/net/if_inet6", "/nowhere")
+    for place, here in places.items():
+        (tmp_path / here).mkdir(exist_ok=True)
+        text = text.replace(place, str(tmp_path / here))
+    for name, content in units.items():
+        (tmp_path / "units" / name).write_text(content)
+    (tmp_path / "rules/iptables").write_text("*mangle\n:SPECRIG - [0:0]\n-A SPECRIG -i lo -j RETURN\nCOMMIT\n")
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for tool, does in (("iptables", "exit 0"), ("iptables-restore", f"cat > {tmp_path}/given")):
+        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    command = ["sh", "-c", text, "firewall", *words]
+    done = subprocess.run(command, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, check=False)
+    return done.returncode, (tmp_path / "given").read_text() if (tmp_path / "given").exists() else ""
+
+
+def publishing(*where: str) -> str:
+    """As the unit of a service has it."""
+    return "ExecStart=x \\\n" + "".join(f"  --publish {systemd_quote(one)} \\\n" for one in where) + "  end\n"
+
+
+def test_a_port_of_an_installed_unit_is_guarded_planned_or_not(tmp_path: Path) -> None:
+    """The service of before goes on publishing it until the new one takes its place; or for good, when that fails."""
+    units = {
+        "specrig-old.service": publishing("0.0.0.0:8001:8000", "[::]:8002:8000", "192.0.2.1:8003:8000"),
+        "specrig-own.service": publishing("127.0.0.1:8004:8000", "[::1]:8005:8000"),
+        "other.service": publishing("0.0.0.0:8006:8000"),
+    }
+    status, given = loads(tmp_path, units)
+    lines = [line for line in given.splitlines() if "--dport" in line]
+    assert status == 0 and [line.split("--dport ")[1][:5] for line in lines] == ["8001 ", "8002 ", "8003 "]
+    assert all(line.endswith("-j SPECRIG-FROM") for line in lines) and given.endswith("COMMIT\n")
+    assert loads(tmp_path, units, "--check")[0] == 0
+    (tmp_path / "units/specrig-old.service").unlink()
+    units.pop("specrig-old.service")
+    assert loads(tmp_path, units, "--check")[0] == 3, "the old port is free for other use again"
+    assert "--dport" not in loads(tmp_path, units)[1] and loads(tmp_path, units, "--check")[0] == 0
 
 
 def test_the_program_is_a_shell_script() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specrig.host import arguments, diagnosis, docker_api, keep, proof, proven, pull, start, switch
+from specrig.host import arguments, diagnosis, docker_api, firewall, keep, proof, proven, pull, start, switch
 from specrig.host.acceptance import Acceptance
 from specrig.host.errors import HostError
 
@@ -34,6 +34,7 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.running, self.calls, self.reads = folder, "", list[str](), list[str]()
+        self.guarded = list[str]()  # what the unit said when the rules of published ports were loaded
         self.alternate = False  # another service that shares its cards is chosen
         self.bad: dict[str, HostError] = {}  # unit text -> how its start fails
         self.alpha: dict[str, float] = {}  # unit text -> acceptance
@@ -47,6 +48,7 @@ class Machine:
         monkeypatch.setattr(start, "start", self.start)
         monkeypatch.setattr(proof, "prove", self.prove)
         monkeypatch.setattr(pull, "pull", self.pull)
+        monkeypatch.setattr(firewall, "follow", lambda: self.guarded.append(self.unit.read_text()))
         monkeypatch.setattr(docker_api, "inspect_image", lambda image: {"Id": f"id of {image}"})
         monkeypatch.setattr(switch, "_state", lambda unit: "active" if self.running else "inactive")
 
@@ -235,6 +237,13 @@ def test_a_service_that_was_down_anyway_is_not_said_to_have_been_interrupted(mac
     machine.running = ""
     machine.bad["unit 2"] = died()
     assert "it did not run before" in fails("UPGRADE_UNDONE", machine.up, 2).cause
+
+
+def test_the_ports_of_what_is_put_back_are_guarded_before_it_starts(machine: Machine) -> None:
+    machine.up(1)
+    machine.bad["unit 2"] = died()
+    fails("UPGRADE_UNDONE", machine.up, 2)
+    assert machine.guarded == ["unit 1"]
 
 
 def test_when_neither_starts_both_reasons_are_told(machine: Machine) -> None:
