@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from specrig.plan import versions
+from specrig.plan.catalog import CATALOG
 from specrig.plan.declare import show
 from specrig.plan.dialects import dialect, methods, nearest
 from specrig.plan.refusals import finding
@@ -355,6 +356,16 @@ def driver_source_is_whole(host: Host, _services: list[Service]) -> Iterator[Fin
         yield finding(
             "DRIVER_REPOSITORY", cause, f"rig_driver: {{source: nvidia, branch: {branches[-1]}}}, or source: distro"
         )
+
+
+def driver_branch_is_known(host: Host, _services: list[Service]) -> Iterator[Finding]:
+    """What a distribution is to install must be a branch that one is known to have."""
+    wanted, known = host.decl.rig_driver, host.catalog.drivers.branches
+    if wanted is None or wanted.source != "distro" or host.driver_branch is None or host.driver_branch in known:
+        return
+    cause = f"source is distro, branch is {host.driver_branch}; known are {', '.join(map(str, known))}"
+    fix = f"rig_driver: {{branch: {words(known)}}}, or add the branch to {CATALOG}/drivers.yml"
+    yield finding("DRIVER_BRANCH_UNKNOWN", cause, fix)
 
 
 def version_is_safe(s: Service) -> Iterator[Finding]:

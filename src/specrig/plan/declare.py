@@ -92,11 +92,11 @@ def nearest_word(word: str, known: Iterable[str]) -> str:
 def _path(prefix: str, location: tuple[int | str, ...]) -> str:
     text = prefix
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{_shown(part)}" if text else _shown(part)
+        text += f"[{part}]" if isinstance(part, int) else f".{shown(part)}" if text else shown(part)
     return text
 
 
-def _shown(part: object) -> str:
+def shown(part: object) -> str:
     """A key or a name within a path: as it is, unless it is long or would do something to a terminal."""
     text = str(part)
     return text if text.isprintable() and len(text) <= 60 else show(text)
@@ -126,10 +126,12 @@ def _finding(model: type[BaseModel], prefix: str, error: Any) -> Finding:
     if field == "k" and kind in ("greater_than_equal", "less_than_equal"):
         code = "K_NEGATIVE" if kind.startswith("greater") else "K_TOO_LARGE"
         return finding(code, f"{path} is {value}; it takes 0 to 6, and up to 12 with k_measured_reason")
+    context = error.get("ctx", {})
+    words = f"{field}: {context['expected'].replace(chr(39), '')}" if "expected" in context else ""
     if any(part in kind for part in _CONSTRAINTS) and field in CONSTRAINT_CODES:
-        return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {_said(error['msg'])}")
+        return finding(CONSTRAINT_CODES[field], f"{path} is {value}: {_said(error['msg'])}", words)
     if any(part in kind for part in _CONSTRAINTS) or kind.endswith("too_short"):
-        fix = f"see docs/schema/{schema} for the range"
+        fix = words or context.get("fix") or f"see docs/schema/{schema} for the range"
         return finding("VALUE_OUT_OF_RANGE", f"{path} is {value}: {_said(error['msg'])}", fix)
     written = f'{field}: "…"' if location[-1:] == (field,) else '"…"'
     fix = _quotes(written, error["input"]) if kind == "string_type" else ""
@@ -236,7 +238,7 @@ def service_declarations(decl: HostDecl, profile: Profile | None) -> tuple[list[
         items[name] = _merge(items.get(name, {}), item)
     services = []
     for name, item in items.items():
-        service, faults = parse(ServiceDecl, item, f"rig_services[{_shown(name)}]")
+        service, faults = parse(ServiceDecl, item, f"rig_services[{shown(name)}]")
         if profile and "target" not in item and isinstance(name, str):
             own = ", ".join(service["name"] for service in profile.services)
             faults = [

@@ -181,7 +181,21 @@ def ports_are_free(host: Host, services: list[Service]) -> Iterator[Finding]:
 
 
 def _bad_character(text: str) -> bool:
-    return any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 or c in "\u2028\u2029" for c in text)
+    """Whether it would do something to a terminal or a unit file: control, half a pair, a line or its direction changed."""
+    return any(
+        ord(c) < 32
+        or 127 <= ord(c) < 160
+        or 0xD800 <= ord(c) < 0xE000
+        or c in "\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+        for c in text
+    )
+
+
+def notes_are_plain(s: Service) -> Iterator[Finding]:
+    """What a person reads of a plan is text; its lines may break."""
+    texts = [("k_measured_reason", s.decl.k_measured_reason or ""), *(("notes", note) for note in s.decl.notes)]
+    for field in dict.fromkeys(name for name, text in texts if _bad_character(re.sub(r"[\n\t]", " ", text))):
+        yield finding("CONTROL_CHARACTER", f"{field} holds a control character")
 
 
 def secret_in(text: str) -> str:

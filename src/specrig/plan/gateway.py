@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrig.plan.command import TARGET_PATH
-from specrig.plan.declare import host_declaration, nearest_word, show
+from specrig.plan.declare import host_declaration, nearest_word, show, shown
 from specrig.plan.exposure import TLS_PORT, address_of, gateway_socket, key_faults, same_socket, url_host
 from specrig.plan.planner import plan_hosts
 from specrig.plan.refusals import CODES, finding
@@ -27,6 +27,8 @@ _PRIVATE_NAMES = ("local", "localhost", "internal", "lan", "home", "corp", "test
 # Where the relay reads a rig's API key: systemd hands it the key of a service on its own host, the others lie in files of its own.
 CREDENTIALS = "/run/credentials/specrig-gateway-relay.service"
 UPSTREAMS = "/etc/specrig/gateway/upstreams"
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 _RIG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}\Z|::[0-9a-f:.]*\Z", re.ASCII)
 
@@ -82,7 +84,8 @@ def plan_gateway(
     plans: Mapping[str, HostPlan] | None = None,
 ) -> GatewayPlan:
     """The plan of gateway `name`. `rigs`: all rigs' variables by name, with `ansible_host`; `plans`: theirs, when they are made already."""
-    decl, found, _ = host_declaration(declaration)
+    decl, found, unread = host_declaration(declaration)
+    read = "rig_gateway" not in unread
     wanted = decl.rig_gateway or GatewayDecl()
     if decl.rig_webui is not None and name not in rigs:
         found.append(finding("GATEWAY_WEBUI_NO_RIG", f"{name} has rig_webui and is not in the group rigs"))
@@ -94,7 +97,9 @@ def plan_gateway(
     plans = plans or plan_hosts({rig: rigs[rig] for rig in {*chosen, *([name] if name in rigs else [])}}, lock)
     listen = _listen(name, declaration, wanted)
     own = plans[name].services if name in plans else ()
-    found += [*_listening(wanted, listen, own), *_keys(wanted, decl.rig_gateway_keys)]
+    found += [*(_listening(wanted, listen, own) if read else ()), *_keys(wanted, decl.rig_gateway_keys, read)]
+    own_address = _address(name, declaration, wanted)
+    unchecked: dict[str, None] = {}
     pools: dict[str, dict[str, Any]] = {}
     for rig in chosen:
         plan = plans[rig]
@@ -105,7 +110,19 @@ def plan_gateway(
             if wanted.models is not None and service.served_name not in wanted.models:
                 continue
             found += _join(pools, name, rig, rigs[rig], service)
-            found += _let_in(name, declaration, rig, rigs[rig], service)
+            if rig != name and (networks := _kept_to(rigs[rig], service)):
+                if own_address is None:
+                    unchecked |= {} if any(network.prefixlen == 0 for network in networks) else {rig: None}
+                elif not any(own_address in network for network in networks):
+                    cause = f"{rig} lets in {', '.join(map(str, networks))}, and {name} is {own_address}"
+                    found.append(finding("GATEWAY_NOT_ALLOWED", cause))
+    if unchecked:
+        rest = f" and {len(unchecked) - 3} more" if len(unchecked) > 3 else ""
+        cause = (
+            f"{name} is reached as {show(_where(name, declaration))}: whether rig_allow_from of"
+            f" {', '.join([*unchecked][:3])}{rest} has its address is not known here"
+        )
+        found.append(finding("GATEWAY_ADDRESS_UNKNOWN", cause))
     if not pools and not found:
         found.append(finding("GATEWAY_EMPTY", "no rig serves anything behind this gateway"))
     for model in [model for model in wanted.models or [] if model not in pools]:
@@ -174,36 +191,37 @@ def _listening(wanted: GatewayDecl, listen: Mapping[str, Any], own: tuple[Servic
                 yield finding("GATEWAY_PORT_CLASH", f"the gateway and {service.name} both listen on port {port}")
 
 
-def _keys(wanted: GatewayDecl, keys: Any) -> Iterator[Finding]:
-    """Keys that a person chose belong to clients, and are as strong as a rig's."""
+def _keys(wanted: GatewayDecl, keys: Any, read: bool) -> Iterator[Finding]:
+    """Keys that a person chose belong to clients, and are as strong as a rig's. `read`: it is known who the clients are."""
     if keys is None:
         return
     if not isinstance(keys, Mapping):
         yield finding("GATEWAY_KEYS_INVALID", "rig_gateway_keys is not a mapping of client to key")
         return
     for client, key in keys.items():
-        if client not in wanted.clients:
+        if read and client not in wanted.clients:
             cause = f"rig_gateway_keys has a key for {show(client)}, which rig_gateway.clients does not name"
             yield finding("GATEWAY_KEYS_INVALID", cause + nearest_word(str(client), wanted.clients))
         else:
-            for fault in key_faults(f"rig_gateway_keys.{client}", key):
+            for fault in key_faults(f"rig_gateway_keys.{shown(client)}", key):
                 yield finding("GATEWAY_KEYS_INVALID", fault)
 
 
-def _let_in(
-    name: str, declaration: Mapping[str, Any], rig: str, variables: Mapping[str, Any], service: ServicePlan
-) -> Iterator[Finding]:
-    """The rig's firewall lets the gateway in, as far as addresses tell."""
-    own, bind = address_of(_where(name, declaration)), address_of(service.ports[0]["bind"])
-    allowed = variables.get("rig_allow_from")
-    if rig == name or own is None or bind is None or bind.is_loopback or not isinstance(allowed, list):
-        return
+def _address(name: str, declaration: Mapping[str, Any], wanted: GatewayDecl) -> IPAddress | None:
+    """The address that the gateway comes from, as far as the inventory tells: where it is reached, else where it listens."""
+    said = (address_of(_where(name, declaration)), address_of(wanted.bind))
+    return next((one for one in said if one and not one.is_loopback and not one.is_unspecified), None)
+
+
+def _kept_to(variables: Mapping[str, Any], service: ServicePlan) -> list[IPNetwork]:
+    """The networks that the rig's firewall keeps a service to; none when there is no rule."""
+    bind, allowed = address_of(service.ports[0]["bind"]), variables.get("rig_allow_from")
+    if bind is None or bind.is_loopback or not isinstance(allowed, list):
+        return []
     try:
-        networks = [ipaddress.ip_network(network, strict=False) for network in allowed]
+        return [ipaddress.ip_network(network, strict=False) for network in allowed]
     except (ValueError, TypeError):
-        return  # the rig's own plan says so
-    if networks and not any(own in network for network in networks):
-        yield finding("GATEWAY_NOT_ALLOWED", f"{rig} lets in {', '.join(map(str, networks))}, and {name} is {own}")
+        return []  # the rig's own plan says so
 
 
 def _join(

@@ -1,6 +1,7 @@
 """The plan: declaration + lock + facts -> one fully resolved document per host, or refusals."""
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -143,7 +144,8 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
     for claim in claims:
         gpu = known.gpus.get(claim.name)
         if gpu is None:
-            near = nearest_word(claim.name, known.gpus)
+            family = _letters(claim.name)  # an rtx_5080 is never what a gtx_1080 was meant to be
+            near = nearest_word(claim.name.lower(), [key for key in known.gpus if family in ("", _letters(key))])
             fix = f"rig_gpus: one of {', '.join(known.gpus)}, or {ADD_CARD}"
             cause = f"rig_gpus names {show(claim.name)}, which the catalog does not have{near}"
             found.append(finding("GPU_UNKNOWN", cause, fix))
@@ -170,6 +172,11 @@ def _cards(claims: list[GpuClaim], facts: Facts, known: Catalog) -> tuple[tuple[
         total = fact.memory_total_mib or known.gpus[key].vram_mib
         cards.append(HostCard(i, key, known.gpus[key], total, claim.display, claim.nvlink, fact.uuid, fact.power_w))
     return tuple(cards), []
+
+
+def _letters(card: str) -> str:
+    """How a card's name begins: rtx of rtx_4090."""
+    return re.split(r"[^a-z]", card.lower(), maxsplit=1)[0]
 
 
 def _count(names: list[str]) -> str:

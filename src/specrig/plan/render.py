@@ -25,12 +25,21 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+=,-]+\Z")
 
 def table(plans: Mapping[str, HostPlan]) -> str:
     """Every host's services, command lines, memory, driver, warnings and refusals, as text for a terminal."""
-    return "\n\n".join("\n".join(_host(name, plan)) for name, plan in plans.items()) + "\n"
+    return "\n\n".join(_text(_host(name, plan)) for name, plan in plans.items()) + "\n"
 
 
 def gateways(plans: Mapping[str, GatewayPlan]) -> str:
     """Every gateway's endpoint, clients and pools, as text for a terminal; empty when there is none."""
-    return "".join("\n" + "\n".join(_gateway(name, plan)) + "\n" for name, plan in plans.items())
+    return "".join("\n" + _text(_gateway(name, plan)) + "\n" for name, plan in plans.items())
+
+
+def _text(lines: Iterator[str]) -> str:
+    """Lines for a terminal: what would do something to it (a refused plan may hold such) is spelt out."""
+    return "\n".join(line if line.isprintable() else "".join(map(_spelt, line)) for line in lines)
+
+
+def _spelt(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def _gateway(name: str, plan: GatewayPlan) -> Iterator[str]:

@@ -38,6 +38,7 @@ SERVICE_RULES: list[ServiceRule] = [
     exposure.engine_takes_a_key,
     exposure.arguments_are_ours,
     exposure.environment_is_clean,
+    exposure.notes_are_plain,
     compat.version_is_safe,
     idle.service_fields,
 ]
@@ -47,6 +48,7 @@ HOST_RULES: list[HostRule] = [
     tuning.limits_are_possible,
     compat.driver_module_runs_card,
     compat.driver_source_is_whole,
+    compat.driver_branch_is_known,
     memory.cards_are_shared_within_bounds,
     exposure.ports_are_free,
     exposure.key_is_strong,

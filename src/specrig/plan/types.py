@@ -221,8 +221,12 @@ class ServiceDecl(Declared):
 
 def _once(names: list[str]) -> list[str]:
     """Each name once. Raises PydanticCustomError."""
-    if len(set(names)) != len(names):
-        raise PydanticCustomError("literal_error", "a name is there twice")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            twice = {"name": ascii(name[:60]), "fix": "name each once"}
+            raise PydanticCustomError("literal_error", "{name} is there twice", twice)
+        seen.add(name)
     return names
 
 

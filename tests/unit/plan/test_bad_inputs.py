@@ -104,6 +104,12 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(host={"rig_driver": {"branch": 550}}, version="0.33.0"), "DRIVER_TOO_OLD", "580.65.06"),
     (r1(host={"rig_driver": {"version": "550.54.14"}}, version="0.26.0"), "DRIVER_TOO_OLD", "550.54.14"),
     (r1(host={"rig_driver": {"branch": 12}}), "DRIVER_INVALID", "12"),
+    (
+        r1(host={"rig_driver": {"source": "distro", "branch": 999}}),
+        "DRIVER_BRANCH_UNKNOWN",
+        "branch is 999; known are 535",
+    ),
+    (r1(host={"rig_driver": {"source": "distro", "version": "999.1"}}), "DRIVER_BRANCH_UNKNOWN", "999"),
     (r1(host={"rig_driver": {"branch": 535, "version": "580.65.06"}}), "DRIVER_CONTRADICTION", "535"),
     (r1(port=22), "PORT_INVALID", "22"),
     (r1(port=70000), "PORT_INVALID", "70000"),
@@ -168,6 +174,10 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(extra_args=["/models/other"]), "ARG_POSITIONAL", "/models/other"),
     (r1(extra_args=["--seed", "1\n[Service]\nUser=root"]), "CONTROL_CHARACTER", "extra_args"),
     (r1(env={"A": "\x00"}), "CONTROL_CHARACTER", "A"),
+    (r1(env={"A": "\u202e"}), "CONTROL_CHARACTER", "A"),
+    (r1(notes=["fine\n", "\x1b[31mred"]), "CONTROL_CHARACTER", "notes"),
+    (r1(notes=["\u202e"]), "CONTROL_CHARACTER", "notes"),
+    (r1(k=8, k_measured_reason="\x1b[2J"), "CONTROL_CHARACTER", "k_measured_reason"),
     (r1(env={"LD PRELOAD": "x"}), "ENV_NAME_INVALID", "LD PRELOAD"),
     (r1(env={"HF_HUB_OFFLINE": "0"}), "ENV_OWNED", "HF_HUB_OFFLINE"),
     (r1(served_name="a b"), "SERVED_NAME_INVALID", "a b"),
@@ -347,6 +357,56 @@ def test_what_is_no_secret_is_taken_and_shown() -> None:
     plan = plan_host("host", r1(env=env))
     assert plan.ok and env.items() <= plan.services[0].env.items()
     assert "HTTPS_PROXY=http://proxy.example:3128/me@here" in render.table({"host": plan})
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"notes": ["\x1b[2J"]},
+        {"env": {"\x1b[2J": "\u202e"}},
+        {"extra_args": ["--seed", "1\n\x9b2J"]},
+        {"image": "x\x1b[2J"},
+        {"bind": "\x1b[2J"},
+    ],
+)
+def test_nothing_that_is_refused_reaches_the_terminal_raw(over: dict[str, Any]) -> None:
+    plan = plan_host("bad", r1(**over))
+    assert plan.refusals
+    assert all(line.isprintable() for line in render.table({"bad\x1b[2J": plan}).splitlines())
+
+
+def test_a_note_may_have_several_lines() -> None:
+    assert "note: one two" in render.table({"host": plan_host("host", r1(notes=["one\ntwo\n"]))})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("rtx_4091", "rtx_4090"),
+        ("rtx4090", "rtx_4090"),
+        ("RTX_3090", "rtx_3090"),
+        ("4090", "rtx_4090"),
+        ("gtx_1080", ""),
+    ],
+)
+def test_only_a_card_of_the_same_family_is_taken_for_a_typing_error(name: str, near: str) -> None:
+    [found] = plan_host("bad", r1(host={"rig_gpus": [{"name": name}]})).refusals
+    assert found.code == "GPU_UNKNOWN" and "rtx_4090" in found.fix and "gpus.yml" in found.fix
+    assert found.cause.endswith(f"; did you mean {near}?" if near else "which the catalog does not have")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "fix"),
+    [
+        (service("dual_rtx3090_r1_32b_tp2", "r1-32b", p2p="on"), "p2p: auto, off or nvlink"),
+        ({"rig_profile": P, "rig_driver": {"reboot": "yes"}}, "reboot: never, ask or allow"),
+        ({"rig_profile": P, "rig_gateway": {"tls": False}}, "tls: internal or acme"),
+        (r1(method="medusa"), "method: draft_model, ngram, eagle3, pard or none"),
+        (r1(engine="exllama"), "engine: vllm, llama_cpp, sglang, aphrodite, tensorrt_llm or ollama"),
+    ],
+)
+def test_where_few_words_are_allowed_the_fix_names_them(declaration: dict[str, Any], fix: str) -> None:
+    assert [found.fix for found in plan_host("bad", declaration).refusals] == [fix]
 
 
 def test_mapping_vocabularies_is_told_in_the_engines_own_versions() -> None:
