@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass
@@ -13,6 +15,18 @@ class CannotRun(Exception):
     cause: str
     fix: str
     code: str = "CANNOT_RUN"
+
+    def as_json(self) -> dict[str, str]:
+        """As it stands in a verb's document."""
+        return {"code": self.code, "cause": self.cause, "fix": self.fix}
+
+    @classmethod
+    def all_in(cls, text: str) -> list[Self]:
+        """Those that `text` consists of, each as `str` gave it; none when there is anything else."""
+        form = r"([A-Z][A-Z0-9_]+): (.+)\n  next: (.+)"
+        if not re.fullmatch(rf"{form}(?:\n{form})*", text):
+            return []
+        return [cls(cause, fix, code) for code, cause, fix in re.findall(form, text)]
 
     def __str__(self) -> str:
         return f"{self.code}: {self.cause}\n  next: {self.fix}"

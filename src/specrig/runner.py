@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specrig import faults
 from specrig.console import CannotRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return (
         os.environ
         | {"PATH": path, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "PYTHONUNBUFFERED": "1"}
+        | {"LC_ALL": "C.UTF-8"}  # Ansible starts in UTF-8 only, and not where a locale is named that is not there
         | dict(extra or {})
     )
 
@@ -79,10 +81,7 @@ def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> 
     done = subprocess.run(command, cwd=ROOT, env=settings, check=False, capture_output=True, text=True)
     start = re.search(r"^\{", done.stdout, re.MULTILINE)  # lines of progress may stand before it
     if not start:
-        raise CannotRun(
-            f"ansible-playbook {name}.yml gave no result: {(done.stderr or done.stdout).strip()[-600:]}",
-            "the line above names the cause",
-        )
+        raise faults.fault(inventory, done.stderr or done.stdout)
     result: dict[str, Any] = json.loads(done.stdout[start.start() :])
     return result
 
@@ -97,11 +96,7 @@ def load_hosts(
     command = [tool("ansible-inventory"), "-i", str(inventory), "--list"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=False, capture_output=True, text=True)
     if done.returncode:
-        raise CannotRun(
-            f"{inventory} is no Ansible inventory: {done.stderr.strip()[:900]}",
-            "correct the line that is named above",
-            "BAD_INVENTORY",
-        )
+        raise faults.fault(inventory, done.stderr)
     data = json.loads(done.stdout)
     variables = data.get("_meta", {}).get("hostvars", {})
     gateways = group_members(data, "gateways")

@@ -17,6 +17,13 @@ from tests.unit.plan.tiny import r1, tiny, tiny_lock
 
 TARGET = {"repo": "specrig-lab/tiny-target"}
 OTHER = {"name": "other", "device": "cpu", "image": "x/cpu:0.32.0", "version": "0.32.0", "max_model_len": 2048}
+VAULTED = "$ANSIBLE_VAULT;1.1;AES256\n        " + (
+    "30636235663466306563333464623336303239656236363664333463396638346135616333343636\n        "
+    "3330653663373434303361386462323665633937313333390a626266633066643730323965616663\n        "
+    "65323263633862613537633530336530343838393336656664613935636630396262636138376664\n        "
+    "3837346636393738650a336531393465623666363066323238386430653135333333333231666665\n        "
+    "31306362653264346364663331636663626662623539656564383631393436303139"
+)
 BAD: dict[str, tuple[Any, str]] = {
     "unknown-profile": ({"rig_profile": "rtx4091"}, "PROFILE_UNKNOWN"),
     "k-zero": (r1(k=0), "K_ZERO_WITH_DRAFT"),
@@ -99,6 +106,16 @@ def test_templates_are_resolved_and_paths_are_meant_from_where_one_stands(tmp_pa
         ("rigs: {\n", "BAD_INVENTORY", "broken.yml"),
         ("others: {hosts: {a: }}\n", "NO_HOSTS", "rigs:"),
         ('rigs: {hosts: {a: {rig_profile: "{{ nope }}"}}}\n', "PLAN_FAILED", "a: rig_profile: 'nope' is undefined"),
+        (
+            "rigs:\n  hosts:\n    a:\n      rig_api_key: hush\n      rig_api_key: hush\n",
+            "BAD_INVENTORY",
+            "broken.yml:5:7: ",
+        ),
+        (
+            f"rigs:\n  hosts:\n    a:\n      rig_api_key: !vault |\n        {VAULTED}\n",
+            "VAULT_PASSWORD",
+            "a: rig_api_key: ",
+        ),
     ],
 )
 def test_an_inventory_that_can_not_be_read(tmp_path: Path, text: str, code: str, names: str) -> None:
@@ -106,6 +123,16 @@ def test_an_inventory_that_can_not_be_read(tmp_path: Path, text: str, code: str,
     done = rig("-i", str(tmp_path / "broken.yml"))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"{code}: ") and names in done.stderr and "next: " in done.stderr
+    assert len(done.stderr.splitlines()) == 2 and "hush" not in done.stderr
+
+
+def test_up_repeats_no_line_beside_a_template_that_fails(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yml"
+    hosts.write_text('rigs:\n  hosts:\n    a:\n      rig_api_key: hush\n      rig_profile: "{{ nope }}"\n')
+    command = [str(ROOT / "rig"), "up", "-i", str(hosts)]
+    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "a: rig_profile: 'nope' is undefined" in done.stdout
+    assert "hush" not in done.stdout + done.stderr
 
 
 def test_a_lock_that_can_not_be_read_and_a_host_that_is_not_there(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             if not options.check:
                 raise
             tell(options, f"{image}: {error}")  # the other images are still to be looked at
-            told[image] = {"error": {"code": error.code, "cause": error.cause, "fix": error.fix}}
+            told[image] = {"error": error.as_json()}
             failed = True
             continue
         differences = changes(before, entry) if before else ["not locked yet"]

@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from specrig import runner
 from specrig.console import CannotRun, confirm
+from specrig.faults import slip
 from specrig.files import write_atomically
 from specrig.plan import catalog
 from specrig.verbs.answers import add_json, result, tell
@@ -94,7 +95,8 @@ def read_inventory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         hosts = data["rigs"]["hosts"] = data["rigs"].get("hosts") or {}
         hosts.keys()
     except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
-        why = " ".join(str(error).split())
+        # A YAML error's own text repeats the line, and a secret may stand in it.
+        why = (slip(path) or "no YAML") if isinstance(error, YAMLError) else " ".join(str(error).split())
         raise CannotRun(
             f"{path} is no plain YAML inventory with rigs and hosts: {why}",
             "add the host by hand (see inventory/example.yml), or give another file with -i",

@@ -33,7 +33,9 @@ def make_all_plans(inventory: Path, hosts: Sequence[str] = ()) -> tuple[dict[str
     outcomes = [task["hosts"]["localhost"] for task in recorded["plays"][0]["tasks"]]
     for outcome in outcomes:
         if "plans" not in outcome:
-            raise CannotRun(f"the plan could not be made: {outcome.get('msg')}", "correct what it names", "PLAN_FAILED")
+            said = str(outcome.get("msg"))
+            why = CannotRun(f"the plan could not be made: {said}", "correct what it names", "PLAN_FAILED")
+            raise next(iter(CannotRun.all_in(said)), why)
     gateways = {name: GatewayPlan.from_json(plan) for name, plan in outcomes[1]["plans"].items()}
     return {name: HostPlan.from_json(outcomes[0]["plans"][name]) for name in names}, gateways
 

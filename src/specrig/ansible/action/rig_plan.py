@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible.errors import AnsibleActionFail, AnsibleError
+from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
+from specrig import faults
+from specrig.console import CannotRun
 from specrig.plan import HostPlan, plan_gateway, plan_hosts
 from specrig.runner import IMAGES_LOCK_NAME, LOCK_NAME
 
@@ -32,7 +34,9 @@ def read_lock(inventory_directory: str) -> Any:
         try:
             part = yaml.safe_load(path.read_text()) if path.exists() else None
         except yaml.YAMLError as error:
-            raise AnsibleActionFail(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+            raise CannotRun(
+                f"{path} is no YAML: {' '.join(str(error).split())}", f"take {name} from git again", "LOCK_INVALID"
+            ) from None
         if part is not None and not isinstance(part, dict):
             return part  # the plan says what is wrong with it
         read |= part or {}
@@ -46,8 +50,7 @@ def gateways_of(variables: Mapping[str, Any]) -> list[str]:
 
 def refused(refusals: list[dict[str, str]]) -> dict[str, Any]:
     """A failed result that says why and what to do."""
-    words = "\n".join(f"{r['code']}: {r['cause']}\n  next: {r['fix']}" for r in refusals)
-    return {"failed": True, "msg": words}
+    return {"failed": True, "msg": "\n".join(str(CannotRun(**refusal)) for refusal in refusals)}
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -68,11 +71,18 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "gateways": {"type": "list", "elements": "str"},
             }
         )
+        try:
+            return result | self.answer(args, variables)
+        except CannotRun as error:
+            return result | refused([error.as_json()])
+
+    def answer(self, args: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked for. Raises CannotRun where it cannot even be planned."""
         if args["gateway"] or args["gateways"] is not None:
-            return result | self.gateways(args["gateways"], variables)
+            return self.gateways(args["gateways"], variables)
         if args["hosts"] is not None:
             plans = self.plans({host: variables["hostvars"][host] for host in args["hosts"]}, variables)
-            return result | {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
+            return {"changed": False, "plans": {host: plan.as_json() for host, plan in plans.items()}}
         name = variables["inventory_hostname"]
         plan = self.plans({name: variables}, variables)[name].as_json()
         unlocked = [w for w in plan["warnings"] if w["code"] == "MODEL_UNLOCKED"]
@@ -81,8 +91,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             *([] if args["unlocked"] else unlocked),
         ]  # what is not locked can be planned, but there is nothing to stage
         if refusals:
-            return result | refused(refusals)
-        return result | {"changed": False, "ansible_facts": {"rig_plan": plan}}
+            return refused(refusals)
+        return {"changed": False, "ansible_facts": {"rig_plan": plan}}
 
     def gateways(self, names: list[str] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The plans of the gateways `names`, or of the current host with None: then its refusals are the failure."""
@@ -121,5 +131,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 for name in ours:
                     declared[host][name] = templar.template(variables[name])
             except AnsibleError as error:
-                raise AnsibleActionFail(f"{host}: {name}: {error}") from error
+                # Not Ansible's own failure: it would print the lines around, and secrets may stand there.
+                why = CannotRun(
+                    f"{host}: {name}: {' '.join(str(error).split())}", f"correct {name} of {host}", "PLAN_FAILED"
+                )
+                if faults.vault(why.cause):
+                    why.code, why.fix = "VAULT_PASSWORD", faults.VAULT_FIX
+                raise why from None
         return declared
