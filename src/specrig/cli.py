@@ -6,11 +6,13 @@ Exit codes: 0 fine, 1 something falls short, 2 could not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
 from collections.abc import Sequence
 
 from specrig import __version__
-from specrig.console import CannotRun, complain
+from specrig.console import CannotRun, complain, say
 from specrig.verbs import (
     bench,
     clients,
@@ -70,12 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except CannotRun as error:
-        complain(str(error))
-        return 2
+        return refuse(options, error)
     except (KeyboardInterrupt, EOFError):  # EOFError: ctrl-D at a question
         complain("\ninterrupted; run the same command again to go on")
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:
+        at = f"{error.filename}: " if error.filename else ""
+        fix = "give a path that you can write, with room on its disk"
+        return refuse(options, CannotRun(f"{at}{error.strerror or error}", fix, "OS_ERROR"))
     return code
+
+
+def refuse(options: argparse.Namespace, error: CannotRun) -> int:
+    """Say why there is no result: with --json that is the document, too."""
+    complain(str(error))
+    if getattr(options, "json", False):
+        with contextlib.suppress(OSError):
+            say(json.dumps({"ok": False, "error": error.as_json()}, indent=2))
+    return 2

@@ -102,7 +102,8 @@ class Lock:
         if name not in self._images:
             return None, []
         image, found = parse(LockedImage, self._images[name], f"images[{name}]")
-        return image, [finding("LOCK_INVALID", entry.cause) for entry in found[:3]]
+        fix = "./rig images lock writes the entry again"
+        return image, [finding("LOCK_INVALID", entry.cause, fix) for entry in found[:3]]
 
     def get(self, repo: str) -> tuple[LockedModel | None, list[Finding]]:
         """The entry of `repo`, None when it is not locked; findings when it is malformed."""
@@ -324,10 +325,10 @@ def model_of(ref: ModelRef, lock: Lock, catalog: Catalog) -> tuple[Model | None,
 
 
 def models_to_ask(decl: ServiceDecl, host: Host, lock: Lock) -> list[ModelRef]:
-    """The models of a service, when neither lock nor catalog know one of them: what the lock is to ask the hub for."""
+    """The models of a service, when neither lock nor catalog know one of them, or its entry is malformed: what to ask the hub for."""
     refs = [decl.target, *([decl.draft] if decl.draft else [])]
     known = [model_of(ref, lock, host.catalog) for ref in refs]
-    if not any(found.code == "MODEL_UNKNOWN" for _, faults in known for found in faults):
+    if not any(found.code in ("MODEL_UNKNOWN", "LOCK_INVALID") for _, faults in known for found in faults):
         return []
     return [
         ref.model_copy(update={"file": ref.file or (model.file if model else None)})
@@ -472,8 +473,6 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
     official = engine.image if decl.device == "cuda" or not engine.image_cpu else engine.image_cpu
     declared = decl.image or official.format(version=version)
     locked, faults = lock.image(declared)
-    if faults:
-        return None, [replace(f, cause=f"{decl.name}: {f.cause}") for f in faults]
     service = Service(
         host=host,
         decl=decl,
@@ -491,7 +490,7 @@ def resolve(decl: ServiceDecl, host: Host, lock: Lock) -> tuple[Service | None, 
         gpus=gpus,
         utilization=decl.gpu_memory_utilization or DEFAULT_UTILIZATION,
     )
-    return with_memory(service), []
+    return with_memory(service), [replace(f, cause=f"{decl.name}: {f.cause}") for f in faults]
 
 
 def _version_findings(decl: ServiceDecl, engine: Engine) -> Iterator[Finding]:

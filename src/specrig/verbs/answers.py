@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def add_inventory(verb: argparse.ArgumentParser) -> None:
     """`-i` and `--json`."""
     verb.add_argument("-i", "--inventory", help="inventory file or directory (default: inventory/hosts.yml)")
     add_json(verb)
+
+
+def with_inventory(options: argparse.Namespace) -> str:
+    """The words that name the inventory in a command to type next; none for the default."""
+    return f" -i {shlex.quote(options.inventory)}" if options.inventory else ""
 
 
 def add_json(verb: argparse.ArgumentParser) -> None:

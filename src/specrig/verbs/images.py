@@ -10,9 +10,10 @@ from specrig import runner
 from specrig.console import CannotRun
 from specrig.host.progress import amount
 from specrig.plan import HostPlan
+from specrig.plan.resolve import Lock
 from specrig.staging.registry import Registry, changes, lock_image
 from specrig.verbs import locks, models_store
-from specrig.verbs.answers import add_host_arguments, result, tell
+from specrig.verbs.answers import add_host_arguments, tell
 from specrig.verbs.plan import make_plans
 
 
@@ -101,7 +102,11 @@ def run(options: argparse.Namespace) -> int:
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     moved = failed = False
     told: dict[str, dict[str, Any]] = {}
+    checked = Lock({"images": locked})
     for image in wanted(plans):
+        for found in checked.image(image)[1] if image in locked else []:
+            tell(options, f"{image}: {found.cause}: locked anew")
+            locked.pop(image, None)
         before = locked.get(image, {})
         if before and not (options.update or options.check):
             tell(options, f"{image}: locked at {before['digest']}")
@@ -123,8 +128,5 @@ def run(options: argparse.Namespace) -> int:
             tell(options, f"  {line}")
         told[image] = {"digest": entry["digest"], "changes": differences}
         locked[image] = entry if differences else before
-    if not options.check:
-        locks.save(path, "images", locked)
-    wrote = [] if options.check else [f"wrote {path}"]
-    result(options, {"lock": str(path), "written": not options.check, "images": told}, wrote)
-    return 1 if options.check and (moved or failed) else 0
+    short = locks.conclude(options, path, "images", locked, told, plans)
+    return 1 if options.check and (moved or failed) else short

@@ -21,7 +21,7 @@ from specrig.console import CannotRun, confirm
 from specrig.faults import slip
 from specrig.files import write_atomically
 from specrig.plan import catalog
-from specrig.verbs.answers import add_json, result, tell
+from specrig.verbs.answers import add_json, result, tell, with_inventory
 
 # Neither part begins with a dash: ssh would take it for an option.
 HOST = re.compile(r"(?:(?P<user>[A-Za-z0-9._][A-Za-z0-9._-]*)@)?(?P<address>[A-Za-z0-9:][A-Za-z0-9:._-]*)")
@@ -158,13 +158,13 @@ def run(options: argparse.Namespace) -> int:
     text = io.StringIO()
     round_trip().dump(data, text)
     write_atomically(path, text.getvalue())
-    with_inventory = f" -i {options.inventory}" if options.inventory else ""
+    more = with_inventory(options)
     result(
         options,
         {"host": name, "profile": profile, "inventory": str(path), "backup": str(backup) if backup else None},
         [
             f"wrote {name} ({profile}) to {path}" + (f"; as it was: {backup}" if backup else ""),
-            f"next: ./rig models lock{with_inventory}, then ./rig plan{with_inventory}, then ./rig up{with_inventory}",
+            f"next: ./rig models lock{more}, then ./rig plan{more}, then ./rig up{more}",
         ],
     )
     return 0

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrig import runner
-from specrig.console import complain
 from specrig.plan import HostPlan
-from specrig.plan.resolve import gguf_parts
+from specrig.plan.resolve import Lock, gguf_parts
 from specrig.staging import lock
 from specrig.verbs import locks, models_store
-from specrig.verbs.answers import result, tell
+from specrig.verbs.answers import tell
 from specrig.verbs.plan import make_plans
 
 
@@ -45,10 +44,13 @@ def run(options: argparse.Namespace) -> int:
     locked = locks.read(path, "models")
     plans = make_plans(inventory, options.hosts)
     wanted = {a["repo"]: a for plan in plans.values() for a in plan.models if not a["derive"]}
-    files = gguf_files(plans)
+    files, checked = gguf_files(plans), Lock({"models": locked})
     changed = False
     told: dict[str, dict[str, Any]] = {}
     for repo in sorted(wanted):
+        for found in checked.get(repo)[1] if repo in locked else []:
+            tell(options, f"{repo}: {found.cause}: locked anew")
+            locked.pop(repo, None)
         there = {file["path"] for file in locked.get(repo, {}).get("files", [])}
         if repo in locked and files.get(repo, set()) <= there and not (options.update or options.check):
             tell(options, f"{repo}: locked at {locked[repo]['revision']}")
@@ -73,16 +75,8 @@ def run(options: argparse.Namespace) -> int:
             tell(options, f"  {line}")
         told[repo] = {"revision": entry["revision"], "changes": differences}
         locked[repo] = entry
-    if not options.check:
-        locks.save(path, "models", locked)
-    wrote = [] if options.check else [f"wrote {path}"]
-    result(options, {"lock": str(path), "written": not options.check, "models": told}, wrote)
-    if options.check:
-        return 1 if changed else 0
-    bare = {name: plan.refusals for name, plan in plans.items() if plan.refusals and not plan.models}
-    for name, refusals in bare.items():
-        complain(f"{name}: nothing to lock, its plan is refused: {refusals[0].code}\n  next: ./rig plan {name}")
-    return 1 if bare else 0
+    short = locks.conclude(options, path, "models", locked, told, plans)
+    return 1 if options.check and changed else short
 
 
 def gguf_files(plans: Mapping[str, HostPlan]) -> dict[str, set[str]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import builtins
 import io
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,51 @@ def test_errors_are_two_lines_and_a_code(
     monkeypatch.setattr(plan, "run", run)
     assert cli.main(["plan"]) == code
     assert capsys.readouterr() == ("", said)
+
+
+def test_with_json_the_refusal_is_the_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise CannotRun("the disk is full", "make room", "DISK")
+
+    monkeypatch.setattr(plan, "run", run)
+    assert cli.main(["plan", "--json"]) == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {
+        "ok": False,
+        "error": {"code": "DISK", "cause": "the disk is full", "fix": "make room"},
+    }
+    assert told.err.startswith("DISK: ")
+
+
+@pytest.mark.parametrize("words", [["explain"], ["explain", "--json"], ["explain", "K_ZERO_WITH_DRAFT"]])
+def test_a_full_disk_is_told_in_two_lines(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "specrig", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2 and done.stderr.startswith("OS_ERROR: No space left on device\n  next: ")
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_place_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = ["--host", "a@b", "--profile", "rtx4090_r1_14b"]
+    assert cli.main(["init", *profile, "-i", "/proc/nope/hosts.yml"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("OS_ERROR: /proc/nope") and len(told.splitlines()) == 2
+
+
+def test_an_interrupt_while_python_still_imports_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt\n")  # stand-in for ctrl-C at that moment
+    done = subprocess.run(
+        [sys.executable, "-m", "specrig", "plan"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_write_makes_folders_and_a_readable_file(tmp_path: Path) -> None:

@@ -117,11 +117,40 @@ def test_an_empty_lock_is_filled(rig: Rig, text: str) -> None:
     assert locks.read(rig.path, "models") == {}
 
 
-@pytest.mark.parametrize("text", ["models: {", "- a\n", "models"])
-def test_a_broken_lock_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / "models.lock.yml").write_text(text)
-    with pytest.raises(CannotRun, match=r"models\.lock\.yml"):
-        locks.read(tmp_path / "models.lock.yml", "models")
+@pytest.mark.parametrize("what", ["models", "images"])
+@pytest.mark.parametrize(
+    "text", [b"models: {", b"- a\n", b"models", b"models: [1, 2]\nimages: [1, 2]\n", b"\xff\0", None]
+)
+def test_a_broken_lock_is_told(tmp_path: Path, what: str, text: bytes | None) -> None:
+    path = tmp_path / "x.lock.yml"
+    path.mkdir() if text is None else path.write_bytes(text)
+    with pytest.raises(CannotRun, match=r"x\.lock\.yml") as told:
+        locks.read(path, what)
+    assert told.value.code == "LOCK_INVALID" and f"./rig {what} lock writes a new one" in told.value.fix
+    assert len(str(told.value).splitlines()) == 2
+
+
+def test_a_malformed_entry_is_locked_anew(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rig.lock() == 0
+    whole = rig.path.read_text()
+    for entry in ({"revision": "main"}, [1, 2]):
+        locks.save(rig.path, "models", {**yaml.safe_load(whole)["models"], TARGET: entry})
+        before = rig.path.read_text()
+        assert rig.lock("--check") == 1 and rig.path.read_text() == before
+        capsys.readouterr()
+        assert rig.lock() == 0 and rig.path.read_text() == whole
+        assert f"models[{TARGET}]" in (told := capsys.readouterr().out) and f"wrote {rig.path}" in told
+
+
+def test_nothing_is_said_to_be_written_that_was_not(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    rig.declared = service("rtx4091", "x")
+    assert rig.lock() == 1 and not rig.path.exists()
+    told = capsys.readouterr()
+    assert "wrote" not in told.out and told.err.endswith(f"next: ./rig plan alpha -i {rig.path.parent}/hosts.yml\n")
+    rig.declared = tiny()
+    assert rig.lock() == 0 and "wrote" in capsys.readouterr().out
+    assert rig.lock("--json") == 0
+    assert json.loads(capsys.readouterr().out)["written"] is False
 
 
 def test_save_is_readable_and_sorted(tmp_path: Path) -> None:

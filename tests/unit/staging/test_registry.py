@@ -186,3 +186,10 @@ def test_check_says_that_an_image_is_gone(
 def test_a_broken_lock_is_refused(verb: Verb, bad: str) -> None:
     verb.path.write_text(bad)
     assert "LOCK_INVALID" in [r.code for r in verb.plans()["alpha"].refusals]
+
+
+def test_a_malformed_entry_is_locked_anew(verb: Verb) -> None:
+    verb.path.write_text("images: {'engines.test/engine/vllm:v1': {digest: latest, size: 1}}")
+    [refusal] = verb.plans()["alpha"].refusals
+    assert "./rig images lock" in refusal.fix
+    assert verb() == 0 and verb.plans()["alpha"].refusals == ()

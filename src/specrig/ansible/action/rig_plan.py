@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
@@ -21,26 +20,16 @@ from specrig import faults
 from specrig.console import CannotRun
 from specrig.plan import HostPlan, plan_gateway, plan_hosts
 from specrig.runner import IMAGES_LOCK_NAME, LOCK_NAME
+from specrig.verbs import locks
 
 # Names of the playbooks, for one run; no declarations.
 OF_A_PLAY = ("rig_plan", "rig_serial", "rig_retry")
 
 
-def read_lock(inventory_directory: str) -> Any:
+def read_lock(inventory_directory: str) -> dict[str, Any]:
     """What the locks of models and images beside the inventory hold, as one document; empty where there is none yet."""
-    read: Any = {}
-    for name in (LOCK_NAME, IMAGES_LOCK_NAME):
-        path = Path(inventory_directory) / name
-        try:
-            part = yaml.safe_load(path.read_text()) if path.exists() else None
-        except yaml.YAMLError as error:
-            raise CannotRun(
-                f"{path} is no YAML: {' '.join(str(error).split())}", f"take {name} from git again", "LOCK_INVALID"
-            ) from None
-        if part is not None and not isinstance(part, dict):
-            return part  # the plan says what is wrong with it
-        read |= part or {}
-    return read
+    names = {"models": LOCK_NAME, "images": IMAGES_LOCK_NAME}
+    return {what: locks.read(Path(inventory_directory) / name, what) for what, name in names.items()}
 
 
 def gateways_of(variables: Mapping[str, Any]) -> list[str]:
