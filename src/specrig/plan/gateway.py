@@ -116,7 +116,7 @@ def plan_gateway(
                 elif not any(own_address in network for network in networks):
                     cause = f"{rig} lets in {', '.join(map(str, networks))}, and {name} is {own_address}"
                     found.append(finding("GATEWAY_NOT_ALLOWED", cause))
-    if unchecked:
+    if unchecked and read:
         rest = f" and {len(unchecked) - 3} more" if len(unchecked) > 3 else ""
         cause = (
             f"{name} is reached as {show(_where(name, declaration))}: whether rig_allow_from of"

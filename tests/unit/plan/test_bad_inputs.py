@@ -152,6 +152,11 @@ BAD: list[tuple[Any, str, str]] = [
     (r1(extra_args=["--api-key=hunter2hunter2hunter2"]), "SECRET_IN_ARGS", "--api-key"),
     (r1(extra_args=["--api_key", "x"]), "SECRET_IN_ARGS", "--api-key"),
     (r1(extra_args=["--api-k", "x"]), "SECRET_IN_ARGS", "--api-k"),
+    (
+        service("rtx4090_r1_14b_sglang", "r1-14b", extra_args=["--ssl-keyfile-password", "x"]),
+        "SECRET_IN_ARGS",
+        "--ssl-keyfile-password",
+    ),
     (r1(env={"VLLM_API_KEY": "x"}), "SECRET_IN_ENV", "VLLM_API_KEY"),
     (r1(env={"A": "hf_" + "a" * 34}), "SECRET_IN_ENV", "env A has a Hugging Face token"),
     (r1(env={"HTTPS_PROXY": "http://me:pw@proxy.example"}), "SECRET_IN_ENV", "HTTPS_PROXY has a URL with a password"),
