@@ -77,7 +77,23 @@ def playbook(name: str, inventory: Path, arguments: Sequence[str] = (), extra: M
 def playbook_json(name: str, inventory: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Run a read-only playbook and return what `ansible.posix.json` recorded of it."""
     command = [tool("ansible-playbook"), "-i", str(inventory), str(ROOT / "playbooks" / f"{name}.yml"), *arguments]
-    settings = environment({"ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json", "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"})
+    return _recorded(command, inventory)
+
+
+def module_json(module: str, inventory: Path, hosts: Sequence[str], arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Run one module on `hosts` and return what `ansible.posix.json` recorded of it."""
+    return _recorded([tool("ansible"), ",".join(hosts), "-i", str(inventory), "-m", module, *arguments], inventory)
+
+
+def _recorded(command: Sequence[str], inventory: Path) -> dict[str, Any]:
+    """What `ansible.posix.json` recorded of a run of Ansible. Raises CannotRun where it recorded nothing."""
+    settings = environment(
+        {
+            "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json",
+            "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
+            "ANSIBLE_LOAD_CALLBACK_PLUGINS": "true",  # `ansible` itself asks for it
+        }
+    )
     done = subprocess.run(command, cwd=ROOT, env=settings, check=False, capture_output=True, text=True)
     start = re.search(r"^\{", done.stdout, re.MULTILINE)  # lines of progress may stand before it
     if not start:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specrig import runner
-from specrig.console import complain, say
+from specrig.console import CannotRun, complain, say
 
 Report = dict[str, Any]
+_UNREACHABLE = 4  # ansible-playbook's own exit code
 
 
 def add_host_arguments(verb: argparse.ArgumentParser) -> None:
@@ -56,15 +57,27 @@ def outcomes(recorded: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]
             yield from task["hosts"].items()
 
 
-def failure(host: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """{code, cause, fix} of an outcome that is none: the host program's own words, else Ansible's."""
+def failures(host: str, outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """{code, cause, fix} of an outcome that is none, several where a plan is refused: the host program's own words, else Ansible's."""
     said = outcome.get("result")
     if isinstance(said, Mapping) and (error := said.get("error")):
-        return dict(error)
+        return [dict(error)]
     cause = str(outcome.get("msg") or "no answer").strip()
     if outcome.get("unreachable"):
-        return {"code": "UNREACHABLE", "cause": cause, "fix": f"ssh to {host} as the inventory says, by hand"}
-    return {"code": "NO_ANSWER", "cause": cause, "fix": f"correct what it names, or ./rig up {host}"}
+        return [{"code": "UNREACHABLE", "cause": cause, "fix": f"ssh to {host} as the inventory says, by hand"}]
+    other = {"code": "NO_ANSWER", "cause": cause, "fix": f"correct what it names, or ./rig up {host}"}
+    return [refusal.as_json() for refusal in CannotRun.all_in(cause)] or [other]
+
+
+def failure(host: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """The first of its `failures`."""
+    return failures(host, outcome)[0]
+
+
+def exit_code(found: Mapping[str, Report], *, short: bool) -> int:
+    """2 when no host could be reached, 1 when something falls short, else 0."""
+    away = [(report.get("error") or {}).get("code") == "UNREACHABLE" for report in found.values()]
+    return 2 if away and all(away) else int(short)
 
 
 def reports(recorded: Mapping[str, Any], hosts: Iterable[str] = ()) -> dict[str, Report]:
@@ -89,9 +102,13 @@ def error_lines(host: str, error: Mapping[str, Any]) -> list[str]:
 
 
 def carry_out(options: argparse.Namespace, name: str, inventory: Path, arguments: Sequence[str]) -> int:
-    """Run a playbook that changes things: its output is the person's, or one document with --json. 1 when it did not end well."""
+    """Run a playbook that changes things: its output is the person's, or one document with --json.
+
+    1 when it did not end well, 2 when a host could not be reached, whatever else: as Ansible has it.
+    """
     if not options.json:
-        return 1 if runner.playbook(name, inventory, arguments) else 0
+        code = runner.playbook(name, inventory, arguments)
+        return 2 if code == _UNREACHABLE else int(code != 0)
     recorded = runner.playbook_json(name, inventory, arguments)
     hosts: dict[str, Report] = {
         host: {word: counts[word] for word in ("ok", "changed", "failures", "unreachable")}
@@ -99,6 +116,8 @@ def carry_out(options: argparse.Namespace, name: str, inventory: Path, arguments
     }
     for host, outcome in outcomes(recorded):
         if host in hosts and (outcome.get("failed") or outcome.get("unreachable")):
-            hosts[host].setdefault("errors", []).append(failure(host, outcome))
+            hosts[host].setdefault("errors", []).extend(failures(host, outcome))
     result(options, {"hosts": hosts})
-    return 1 if not hosts or any(row["failures"] or row["unreachable"] for row in hosts.values()) else 0
+    if any(row["unreachable"] for row in hosts.values()):
+        return 2
+    return 1 if not hosts or any(row["failures"] for row in hosts.values()) else 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
-import subprocess
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from specrig import runner
 from specrig.clients import Endpoint, endpoints, settings
@@ -55,18 +52,11 @@ def describe(chosen: Endpoint, others: list[str], name: str | None) -> list[str]
 
 def read_key(inventory: Path, endpoint: Endpoint) -> str:
     """The key, from its file on the host; it passes through no command line."""
-    command = [
-        runner.tool("ansible"), endpoint.host, "-i", str(inventory), "--become",
-        "-m", "ansible.builtin.slurp", "-a", f"src={endpoint.key_path}",
-    ]  # fmt: skip
-    more = {"ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json", "ANSIBLE_LOAD_CALLBACK_PLUGINS": "true"}
-    done = subprocess.run(
-        command, cwd=runner.ROOT, env=runner.environment(more), check=False, capture_output=True, text=True
-    )
+    arguments = ["--become", "-a", f"src={endpoint.key_path}"]
+    document = runner.module_json("ansible.builtin.slurp", inventory, [endpoint.host], arguments)
     try:
-        document: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         content = document["plays"][0]["tasks"][0]["hosts"][endpoint.host]["content"]
-    except (ValueError, KeyError, IndexError):
+    except (KeyError, IndexError):
         raise CannotRun(
             f"{endpoint.host}:{endpoint.key_path} could not be read", f"./rig up {endpoint.host}, then again", "NO_KEY"
         ) from None

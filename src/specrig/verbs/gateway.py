@@ -9,7 +9,7 @@ from typing import Any
 
 from specrig import runner
 from specrig.console import CannotRun
-from specrig.verbs.answers import add_inventory, error_lines, reports, result
+from specrig.verbs.answers import add_inventory, error_lines, exit_code, reports, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,7 +57,8 @@ def show(options: argparse.Namespace) -> int:
     """Print what each gateway sees; 1 when one does not answer or has a rig down."""
     found = ask(runner.inventory_path(options.inventory), ["gateway"])
     result(options, {"gateways": found}, [line for name, report in found.items() for line in lines(name, report)])
-    return 1 if any("error" in r or any(u["up"] is False for u in r["upstreams"]) for r in found.values()) else 0
+    short = any("error" in r or any(u["up"] is False for u in r["upstreams"]) for r in found.values())
+    return exit_code(found, short=short)
 
 
 def drain(options: argparse.Namespace, on: bool) -> int:
@@ -70,7 +71,7 @@ def drain(options: argparse.Namespace, on: bool) -> int:
     result(
         options, {"gateways": found}, [line for name, r in found.items() for line in drained(name, options.rig, r, on)]
     )
-    return 1 if any("error" in r or (on and wait and r["running"]) for r in found.values()) else 0
+    return exit_code(found, short=any("error" in r or (on and wait and r["running"]) for r in found.values()))
 
 
 def drained(name: str, rig: str, report: dict[str, Any], on: bool) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specrig import runner
 from specrig.host.progress import amount
-from specrig.verbs.answers import Report, add_host_arguments, add_inventory, error_lines, reports, result
+from specrig.verbs.answers import Report, add_host_arguments, add_inventory, error_lines, exit_code, reports, result
 
 
 def register(models: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,4 +98,4 @@ def ask(
         "error" in r or any(m.get("damaged") for m in r.get("models", []) if isinstance(m, dict))
         for r in found.values()
     )
-    return 1 if short else 0
+    return exit_code(found, short=short)

@@ -10,7 +10,7 @@ from typing import Any
 from specrig import runner
 from specrig.console import CannotRun
 from specrig.host.switch import words
-from specrig.verbs.answers import add_inventory, error_lines, reports, result
+from specrig.verbs.answers import add_inventory, error_lines, exit_code, reports, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,4 +62,4 @@ def run(options: argparse.Namespace) -> int:
     arguments = ["--limit", ",".join(hosts), "-e", json.dumps({"rollback_service": service})]
     found = reports(runner.playbook_json("rollback", inventory, arguments), hosts)
     result(options, {"hosts": found}, [line for host, report in found.items() for line in describe(host, report)])
-    return 1 if any("error" in report for report in found.values()) else 0
+    return exit_code(found, short=any("error" in report for report in found.values()))

@@ -9,7 +9,7 @@ from typing import Any
 from specrig import runner
 from specrig.host.switch import words
 from specrig.plan import HostPlan
-from specrig.verbs.answers import add_host_arguments, error_lines, reports, result
+from specrig.verbs.answers import add_host_arguments, error_lines, exit_code, reports, result
 from specrig.verbs.plan import make_plans
 
 
@@ -138,4 +138,4 @@ def run(options: argparse.Namespace) -> int:
         lines += [f"  falls short: {line}" for line in short[host]] if "error" not in report else []
     document = {"hosts": {host: report | {"failures": short[host]} for host, report in found.items()}}
     result(options, document, lines)
-    return 1 if any(short.values()) else 0
+    return exit_code(found, short=any(short.values()))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specrig import runner
-from specrig.verbs.answers import add_host_arguments, result
+from specrig.console import complain
+from specrig.verbs.answers import add_host_arguments, error_lines, reports, result
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,19 +23,31 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run testinfra over `tests/host`; 1 when a check fails. A gateway that is no rig gets the gateway's checks alone."""
+    """Run testinfra over `tests/host`; 1 when a check fails, 2 when a host does not answer (the others are checked).
+
+    A gateway that is no rig gets the gateway's checks alone.
+    """
     inventory = runner.inventory_path(options.inventory)
     rigs = set(runner.load_hosts(inventory))
     hosts = runner.load_hosts(inventory, options.hosts, also="gateways")
+    away = absent(inventory, list(hosts))
+    for host, error in away.items():
+        complain("\n".join(error_lines(host, error)))
     runs = [
-        ("tests/host", [name for name in hosts if name in rigs]),
-        ("tests/host/gateway", [name for name in hosts if name not in rigs]),
+        ("tests/host", [name for name in hosts if name in rigs and name not in away]),
+        ("tests/host/gateway", [name for name in hosts if name not in rigs and name not in away]),
     ]
     counts: dict[str, dict[str, Any]] = {}
     codes = [check(inventory, checks, names, counts, options.json) for checks, names in runs if names]
     if options.json:
-        result(options, {"hosts": counts})
-    return max({0: 0, 1: 1}.get(code, 2) for code in codes)
+        result(options, {"hosts": counts | {host: {"error": error} for host, error in away.items()}})
+    return 2 if away else max({0: 0, 1: 1}.get(code, 2) for code in codes)
+
+
+def absent(inventory: Path, hosts: list[str]) -> dict[str, dict[str, Any]]:
+    """{host: {code, cause, fix}} of those that do not answer. Every check of such a host would be an error of its own."""
+    recorded = runner.module_json("ansible.builtin.ping", inventory, hosts)
+    return {host: report["error"] for host, report in reports(recorded).items() if "error" in report}
 
 
 def check(inventory: Path, checks: str, hosts: list[str], counts: dict[str, dict[str, Any]], quiet: bool) -> int:

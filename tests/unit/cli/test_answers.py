@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from specrig import cli, runner
-from specrig.verbs import gateway, locks, verify
+from specrig.console import CannotRun
+from specrig.verbs import answers, gateway, locks, verify
 
 STREAMS = {"rig demo", "rig test", "rig lab ssh"}  # these have no result but what they do
 
@@ -61,10 +62,10 @@ def test_a_drain_that_can_not_be_says_code_cause_and_next(
     told = "gw: GATEWAY_NO_RIG: no rig 'nosuch' behind this gateway\n  next: name one of these\n"
     assert capsys.readouterr().out == told
     play |= recorded({"gw": {"unreachable": True, "msg": "no route to host"}})
-    assert cli.main(["drain", "beta", "-i", "hosts.yml"]) == 1
+    assert cli.main(["drain", "beta", "-i", "hosts.yml"]) == 2
     told = capsys.readouterr().out
     assert told.startswith("gw: UNREACHABLE: no route to host\n  next: ssh to gw")
-    assert cli.main(["drain", "beta", "-i", "hosts.yml", "--json"]) == 1
+    assert cli.main(["drain", "beta", "-i", "hosts.yml", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["gateways"]["gw"]["error"]["code"] == "UNREACHABLE"
     assert gateway.drained("gw", "beta", {"running": 2}, on=True) == [
         "gw: beta gets no new requests; 2 still run there"
@@ -79,6 +80,31 @@ def test_up_as_one_document(play: dict[str, Any], capsys: pytest.CaptureFixture[
     play |= recorded({"gw": {"failed": True, "msg": "the disk is full"}}, {"gw": {**fine, "failures": 1}})
     assert cli.main(["up", "-i", "hosts.yml", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["hosts"]["gw"]["errors"][0]["cause"] == "the disk is full"
+    refusals = [CannotRun("40 is more than 16", "k: 5", "K_TOO_LARGE"), CannotRun("a", "b", "PORT_CLASH")]
+    said = "\n".join(map(str, refusals))
+    play |= recorded({"gw": {"failed": True, "msg": said}}, {"gw": {**fine, "failures": 1}})
+    assert cli.main(["up", "-i", "hosts.yml", "--json"]) == 1
+    errors = json.loads(capsys.readouterr().out)["hosts"]["gw"]["errors"]
+    assert errors == [refusal.as_json() for refusal in refusals]
+
+
+@pytest.mark.parametrize(("ansible", "code"), [(0, 0), (2, 1), (4, 2)])
+def test_up_says_with_its_exit_code_that_a_host_is_away(
+    play: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ansible: int, code: int
+) -> None:
+    monkeypatch.setattr(runner, "playbook", lambda *_: ansible)
+    assert cli.main(["up", "-i", "hosts.yml"]) == code
+    counts = {"ok": 1, "changed": 0, "failures": int(ansible == 2), "unreachable": int(ansible == 4)}
+    play |= recorded({}, {"gw": counts})
+    assert cli.main(["up", "-i", "hosts.yml", "--json"]) == code
+
+
+def test_no_host_that_answers_is_not_a_host_that_falls_short() -> None:
+    away: answers.Report = {"error": {"code": "UNREACHABLE"}}
+    fine: answers.Report = {"units": []}
+    assert answers.exit_code({"a": away, "b": away}, short=True) == 2
+    assert answers.exit_code({"a": away, "b": fine}, short=True) == 1
+    assert answers.exit_code({"a": fine}, short=False) == 0 == answers.exit_code({}, short=False)
 
 
 def test_explain_as_a_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,11 +162,16 @@ def test_verify_checks_gateways_that_are_no_rigs(
 ) -> None:
     (tmp_path / "hosts.yml").touch()
     ran: list[tuple[str, str]] = []
+    away: dict[str, dict[str, Any]] = {}
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if "pytest" not in command:
             document = {"rigs": {"hosts": ["alpha", "alpha-2"]}, "gateways": {"hosts": ["alpha", "gw"]}}
-            return subprocess.CompletedProcess(command, 0, json.dumps(document), "")
+            plays = {
+                "plays": [{"tasks": [{"hosts": {host: {"ping": "pong"} for host in command[1].split(",")} | away}]}]
+            }
+            said = plays if command[0].endswith("/ansible") else document
+            return subprocess.CompletedProcess(command, 0, json.dumps(said), "")
         at = command.index("no:cacheprovider") + 1
         ran.append((command[at], command[-1]))
         if command[at] == "tests/host":
@@ -157,6 +188,13 @@ def test_verify_checks_gateways_that_are_no_rigs(
     assert counts["alpha"] == {"passed": 1, "skipped": 1, "failed": []}
     assert counts["alpha-2"]["failed"] == ["tests.host.docker.test_docker.test_b[ansible://alpha-2-x y]"]
     assert verify.run is not None and counts["gw"] == {"passed": 0, "skipped": 0, "failed": []}
+    ran.clear()
+    away |= {host: {"unreachable": True, "msg": "no route to host"} for host in ("alpha-2", "gw")}
+    assert cli.main(["verify", "-i", str(tmp_path / "hosts.yml"), "--json"]) == 2
+    assert ran == [("tests/host", "--hosts=ansible://alpha")], "who answers is checked"
+    told = capsys.readouterr()
+    assert "alpha-2: UNREACHABLE: no route to host\n  next: ssh to alpha-2" in told.err
+    assert json.loads(told.out)["hosts"]["gw"]["error"]["code"] == "UNREACHABLE"
 
 
 def test_help_installs_nothing(tmp_path: Path) -> None:
