@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -167,7 +168,21 @@ def arguments(text: str, progress: Progress, check: bool = False) -> dict[str, A
 def ask(service: Mapping[str, Any], snippet: str | None) -> str:
     """ "" when the image takes the arguments, else why it could not be asked. Raises HostError ARGUMENTS_REFUSED."""
     variables = {**(service.get("env") or {}), "HOME": "/tmp"}  # noqa: S108 - in the container
-    command = ["docker", "run", "--rm", "--init", "--network", "none", "--pull", "never", "--log-driver", "none"]
+    container = f"specrig-arguments-{service['name']}-{os.getpid()}"
+    command = [
+        "docker",
+        "run",
+        "--rm",
+        "--name",
+        container,
+        "--init",
+        "--network",
+        "none",
+        "--pull",
+        "never",
+        "--log-driver",
+        "none",
+    ]
     command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
     command += ["--read-only", "--tmpfs", "/tmp:exec"]  # noqa: S108
     command += [word for name, value in sorted(variables.items()) for word in ("--env", f"{name}={value}")]
@@ -182,7 +197,11 @@ def ask(service: Mapping[str, Any], snippet: str | None) -> str:
     else:
         command += ["--entrypoint", "python3", runs, "-c", snippet, json.dumps(service["entrypoint"])]
         command += map(str, service["argv"])
-    done = units.run(*command, timeout=TIMEOUT_S)
+    try:
+        done = units.run(*command, timeout=TIMEOUT_S)
+    except HostError:  # no answer in time: what ended is `docker run`, not the container
+        units.run("docker", "rm", "--force", container, timeout=60)
+        raise
     said = [redact(line) for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
     last = said[-1][:400] if said else "it says nothing"
     if done.returncode == 0:

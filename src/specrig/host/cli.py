@@ -233,9 +233,7 @@ def _service(verbs: Any) -> None:
     one.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGS…")
     one = verbs.add_parser("diagnose", help="leave a file that says why a service failed")
     one.add_argument("name")
-    one = verbs.add_parser(
-        "prune-cache", help="remove compile caches that neither the last start nor the one before used"
-    )
+    one = verbs.add_parser("prune-cache", help="remove compile caches that neither the service nor a way back uses")
     one.add_argument("directory", type=Path, help="the cache in use")
     one = verbs.add_parser("choose", help="start a service instead of those that share its cards")
     one.add_argument("name")

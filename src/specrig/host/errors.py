@@ -92,7 +92,7 @@ CODES = {
     "READY_TIMEOUT": "not ready in time",
     "RETIRE_FAILED": "a service that the plan has no more does not stop",
     "RETIRE_JOB": "the job names no services of a plan",
-    "ROLLBACK_FAILED": "the previous one does not start; what ran before runs again",
+    "ROLLBACK_FAILED": "the previous one does not start; what ran before runs again, where the cause does not say that it does not either",
     "ROLLBACK_MODELS": "models of the previous one are not on this host any more",
     "ROLLBACK_NOTHING": "nothing was proven before",
     "ROLLBACK_WHICH": "several services have a record; name one",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from specrig.host import docker_api, gate, machine, probe, ready, units
+from specrig.host import docker_api, gate, machine, probe, ready, turns, units
 from specrig.host.errors import HostError
 from specrig.host.phases import phase_of
 from specrig.host.progress import clock as as_clock
@@ -209,9 +209,11 @@ class Service:
         """All of it; the exit status. `stop` ends it in good order."""
         try:
             self._turn()
-            self._room()
-            self._engine()
-            self._until_ready()
+            # Until it is ready, no other service of ours starts on its cards.
+            with turns.take(self.settings.vram, self.settings.name, self._pause, self.report.enter):
+                self._room()
+                self._engine()
+                self._until_ready()
             self._while_ready()
         except End as end:
             return self._ended(end)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specrig.host import units
+from specrig.host import turns, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 
@@ -118,7 +118,7 @@ def start(
             COULD_NOT_RUN,
         )
     lines: list[units.Line] = []
-    phase, cursor, restarts = "starting", "", 0
+    phase, cursor, restarts, waited, last = "starting", "", 0, 0.0, clock
     base = int(before.get("NRestarts") or 0)
     while True:
         now = _state(unit)  # before the journal: the lines that explain a state are older than it
@@ -130,6 +130,8 @@ def start(
         cursor = fresh[-1].cursor if fresh else cursor
         lines = (lines + fresh)[-2000:]
         phase, _, detail = (now.get("StatusText") or phase).partition(", ")
+        tick = time.monotonic()
+        waited, last = waited + (tick - last if turns.waits(phase) else 0.0), tick
         idle = now.get("Job", "0") in ("", "0")
         progress.update(phase, message=detail or f"{active}/{sub}")
         if active == "active" and idle:
@@ -154,7 +156,7 @@ def start(
             if failures >= TRIES:
                 cause = f"failed {failures} times in a row ({now.get('Result')}), {seconds:.0f} s after the first start"
                 raise _failed(unit, cause, lines, "", "START_LOOP")
-        if seconds > timeout:
+        if seconds - waited > timeout:
             raise _failed(
                 unit,
                 f"is still {active}/{sub} after {timeout:.0f} s, in phase '{phase}'",

@@ -279,12 +279,17 @@ def rollback(name: str | None, progress: Progress, check: bool = False) -> dict[
         )
     except HostError as error:
         proven.restore(there)
-        current.start(progress, restart=True)
+        now_runs, lines = "what ran before runs again", error.lines
+        try:
+            current.start(progress, restart=True)
+        except HostError as again:
+            now_runs = f"what ran before does not start either ({again.code}: {again.cause})"
+            lines = [*lines, *again.lines]
         raise HostError(
             "ROLLBACK_FAILED",
-            f"{home.path.name}: {target['image']} did not come up ({error.code}: {error.cause}); what ran before runs again",
+            f"{home.path.name}: {target['image']} did not come up ({error.code}: {error.cause}); {now_runs}",
             f"journalctl -u {wanted.unit} -n 200",
-            lines=error.lines,
+            lines=lines,
         ) from error
     record = {key: value for key, value in target.items() if key != "id"}
     home.keep(home.files(str(target["id"])), record if chosen_not else wanted.record(started, speculation, down))

@@ -159,6 +159,13 @@ def test_what_it_mounts_of_ours_restarts_it_when_it_changes(action: Any) -> None
     assert ours == set(read) - {f"/etc/systemd/system/{service['unit']}"}
 
 
+def test_a_compile_cache_that_was_deleted_is_made_again_for_the_engine(action: Any) -> None:
+    text = unit(action, planned())
+    made = {name: value for _, name, value in lines(text) if name.startswith("CacheDirectory")}
+    [home] = [after for word, after in pairwise(start(text)) if word == "--volume" and after.endswith(":/home/engine")]
+    assert home == f"/var/cache/{made['CacheDirectory']}:/home/engine" and made["CacheDirectoryMode"] == "0770"
+
+
 def test_words_of_refusal_reach_the_main_process(action: Any) -> None:
     said = ["error: invalid argument: ", 'a "b" %n $x']
     command = main_process(unit(action, {**planned(), "refused_words": said}))

@@ -176,3 +176,13 @@ def test_a_broken_job(rig: Rig, text: str) -> None:
 @pytest.mark.parametrize("name", arguments.SNIPPETS)
 def test_snippets_are_python_of_every_version(name: str) -> None:
     compile(arguments.SNIPPETS[name], name, "exec")
+
+
+def test_a_parser_that_gives_no_answer_leaves_no_container(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "TIMEOUT_S", 0.5)
+    slow = DOCKER.replace('if "-c" not in', 'if sys.argv[1] == "run": import time; time.sleep(30)\nif "-c" not in')
+    (rig.folder / "docker").write_text(slow.replace("{python}", sys.executable))
+    with pytest.raises(HostError, match="HOST_TOOL"):
+        rig.ask("--max-num-seqs", "8")
+    words = rig.calls[0].split()
+    assert rig.calls[1:] == [f"rm --force {words[words.index('--name') + 1]}"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specrig.host import cache, diagnosis
+from specrig.host import cache, diagnosis, proven
 from specrig.host.errors import HostError
 
 from .docker import Docker
@@ -85,14 +85,15 @@ def test_no_other_name(here: Path, name: str) -> None:
         diagnosis.diagnose(name)
 
 
-def test_caches_of_this_start_and_the_one_before_stay(tmp_path: Path) -> None:
-    import os
-
-    for age, name in enumerate(("now", "before", "older", "oldest")):
-        (tmp_path / name / "deep").mkdir(parents=True)
-        os.utime(tmp_path / name, (1_000_000 - age, 1_000_000 - age))
-    (tmp_path / "link").symlink_to("oldest")
-    assert cache.prune(tmp_path / "now")["removed"] == ["older", "oldest"]
-    assert {p.name for p in tmp_path.iterdir()} == {"now", "before", "link"}
-    # Back to the plan before: what it replaces is the one to keep now.
-    assert cache.prune(tmp_path / "before")["removed"] == []
+def test_caches_of_this_start_and_of_both_ways_back_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the one that was tried last is taken back: `rollback` still finds the cache of the one before."""
+    monkeypatch.setattr(proven, "ROOT", tmp_path / "services")
+    for name in ("previous", "proven"):
+        proven.Home("tiny").keep({Path("/unit"): name.encode()}, {"service": {"cache_key": name}})
+    caches = tmp_path / "tiny"
+    for name in ("tried", "proven", "previous", "older"):
+        (caches / name / "deep").mkdir(parents=True)
+    (caches / "link").symlink_to("older")
+    assert cache.prune(caches / "tried")["removed"] == ["older"]
+    assert cache.prune(caches / "proven")["removed"] == ["tried"]
+    assert {p.name for p in caches.iterdir()} == {"proven", "previous", "link"}

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specrig.host import probe, service, units
+from specrig.host import gate, probe, service, turns, units
 from specrig.host.service import FAILED, GAVE_UP, REFUSED, STOPPED, Service, Settings
 
 KEY = "k-0123456789abcdef"
@@ -97,16 +98,23 @@ class Stage:
     def play(self, one: Service, *steps: Callable[[], None], stop: bool = True) -> int:
         """Run the service to its end; `steps` one after the other meanwhile, then stop it."""
 
+        failed: list[BaseException] = []
+
         def beside() -> None:
-            for step in steps:
-                step()
-            if stop:
+            try:
+                for step in steps:
+                    step()
+            except BaseException as error:
+                failed.append(error)
+            if stop or failed:
                 one.stop.set()
 
         other = threading.Thread(target=beside)
         other.start()
         status = one.run()
         other.join()
+        if failed:
+            raise failed[0]
         return status
 
     def state(self) -> dict[str, Any]:
@@ -128,6 +136,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     for variable, name in (("RUNTIME_DIRECTORY", "run"), ("STATE_DIRECTORY", "state")):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.setattr(turns, "DIRECTORY", tmp_path / "cards")
     for tool in ("docker", "systemctl"):
         (tmp_path / tool).write_text(DOCKER.replace("{python}", sys.executable))
         (tmp_path / tool).chmod(0o755)
@@ -313,3 +322,63 @@ def test_stopped_while_it_waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_counters_of_tokens_by_any_name(page: str, found: dict[str, str]) -> None:
     assert dict(probe._TOKENS.findall(page)) == found
+
+
+@pytest.fixture
+def other(stage: Stage) -> Iterator[subprocess.Popen[str]]:
+    """Another service's process that is starting on card 1."""
+    code = "import sys; from specrig.host import turns; from pathlib import Path; turns.DIRECTORY = Path(sys.argv[1])"
+    code += "; held = turns.take(['1'], 'coder', print, print); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(turns.DIRECTORY)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None and one.stdout.readline() == "held\n"
+        yield one
+        one.kill()
+
+
+def free(*cards: str) -> None:
+    """Another service gets these cards soon."""
+    until = time.monotonic() + 5
+
+    def pause(_: float) -> None:
+        assert time.monotonic() < until, "still held"
+        time.sleep(0.05)
+
+    turns.take(cards, "third", pause, lambda _: None).close()
+
+
+def test_services_that_share_a_card_start_one_after_the_other(
+    stage: Stage, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "wait", lambda *_: "")
+    monkeypatch.setattr(service, "BEAT_S", 0.2)
+    monkeypatch.setattr(turns, "POLL_S", 0.1)
+
+    def waits() -> None:
+        stage.wait("STATUS=waiting for coder to start")
+        time.sleep(0.8)
+        assert not (stage.directory / "pid").exists(), "an engine was started beside the other"
+        assert sum(line.startswith("EXTEND_TIMEOUT_USEC=") for line in stage.said) >= 2, "systemd would lose patience"
+        other.kill()  # whatever ends it
+
+    one = stage.service(vram={"1": 1, "0": 1})
+    assert stage.play(one, waits, lambda: stage.wait("READY=1"), lambda: free("0", "1")) == STOPPED
+
+
+def test_stopped_while_it_waits_for_another(stage: Stage, other: subprocess.Popen[str]) -> None:
+    one = stage.service(vram={"0": 1, "1": 1, "2": 1})
+    assert stage.play(one, lambda: stage.wait("waiting for coder to start")) == STOPPED
+    assert not (stage.directory / "pid").exists()
+    free("0", "2")  # it holds nothing any more
+
+
+def test_a_failed_start_gives_the_cards_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "wait", lambda *_: "no room")
+    assert stage.play(stage.service(vram={"0": 1}), stop=False) == FAILED
+    free("0")
+
+
+def test_without_a_place_for_the_locks_it_starts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "wait", lambda *_: "")
+    monkeypatch.setattr(turns, "DIRECTORY", stage.directory / "key/no-directory")
+    assert stage.play(stage.service(vram={"0": 1}), lambda: stage.wait("READY=1")) == STOPPED

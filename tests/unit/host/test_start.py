@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,15 @@ def test_redaction(text: str, wanted: str) -> None:
 
 def test_coloured_lines_are_read() -> None:
     assert units._message([27, 91, 51, 50, 109, 79, 75, 27, 91, 48, 109]) == "OK"
+
+
+def test_waiting_for_another_to_start_is_not_its_own_time(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes 100 s: a wait of 1000, then a start of 200."""
+    seconds = iter(range(0, 10**6, 50))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
+    waits = {"show": show("activating", "start", StatusText="waiting for coder to start")}
+    loads = {"show": show("activating", "start", StatusText="loading weights")}
+    result, _, _ = play(INACTIVE, *[waits] * 10, loads, loads, {"show": show("active", "running")}, timeout=500)
+    assert result["state"] == "active" and result["seconds"] >= 1000
+    with pytest.raises(HostError, match="START_TIMEOUT"):
+        play(INACTIVE, waits, *[loads] * 10, timeout=500)

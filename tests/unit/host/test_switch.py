@@ -419,3 +419,12 @@ def test_a_crash_between_the_two_links_loses_nothing(machine: Machine, monkeypat
     machine.up(2)
     assert home.get("proven")["image"] == home.get("previous")["image"] == "engine:1"  # type: ignore[index]
     monkeypatch.undo()
+
+
+def test_a_rollback_after_which_neither_starts_tells_both_causes(machine: Machine) -> None:
+    machine.up(1)
+    machine.up(2)
+    machine.bad = {"unit 1": died("bad flag"), "unit 2": died("no card")}
+    error = fails("ROLLBACK_FAILED", switch.rollback, "chat", Recorder())
+    assert "bad flag" in error.cause and "does not start either (START_FAILED: no card)" in error.cause
+    assert len(error.lines) == 2 and machine.unit.read_text() == "unit 2"
