@@ -45,6 +45,9 @@ MAX_HEAD = 64 << 10
 # Of a request that is refused so much is read, for so long, before it is answered.
 DROPPED, DROP_S = 64 << 20, 10.0
 MAX_REQUESTS = 512
+# Connections at once, each a thread and two descriptors (the unit allows 2048 and 16384). A client without a key is given the time to send
+# what is then dropped; only so many of them at once, and the rest is cut short.
+MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 CONNECT_S, BODY_S, GAP_S, CLIENT_S = 3.0, 60.0, 300.0, 120.0
 TICK_S = 0.25
 # What runs when the relay is told to end has so long; new requests wait in the socket that systemd holds.
@@ -225,17 +228,19 @@ class Exchange:
 
     def _receive(self) -> bytes:
         """Bytes from the rig, waiting for as long as somebody waits and the rig is not known to be down."""
-        watched = [self.socket, self.client]
+        watched = select.poll()  # not select(): that takes no descriptor from 1024 on
+        for one in (self.socket, self.client):
+            watched.register(one, select.POLLIN)
         while True:
-            readable, _, _ = select.select(watched, [], [], TICK_S)
-            if self.socket in readable:
+            readable = {number for number, _ in watched.poll(TICK_S * 1000)}
+            if self.socket.fileno() in readable:
                 piece = self.socket.recv(65536)
                 self.upstream.heard = time.monotonic()
                 return piece
-            if self.client in readable:
+            if readable:
                 if not self.client.recv(1, socket.MSG_PEEK):
                     raise ClientGone
-                watched = [self.socket]  # bytes after the request: nothing that we would read
+                watched.unregister(self.client)  # bytes after the request: nothing that we would read
             if self.cut.is_set():
                 raise OSError(f"the rig is down: {self.upstream.why}")
 
@@ -253,6 +258,7 @@ class Relay:
     def __init__(self, fleet: Fleet, keys: Keys) -> None:
         self.fleet, self.keys = fleet, keys
         self.slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self.requests: Counter[str] = Counter()
         self.began = int(time.time())
 
@@ -327,7 +333,12 @@ class Handler(BaseHTTPRequestHandler):
         """The client's name; without a known key the request is answered here."""
         client = self.relay.keys.client(self.headers.get("Authorization"))
         if client is None:
-            self._error(401, "authentication_error", "no key, or one that is not known here")
+            patient = self.relay.strangers.acquire(blocking=False)
+            try:
+                self._error(401, "authentication_error", "no key, or one that is not known here", consume=patient)
+            finally:
+                if patient:
+                    self.relay.strangers.release()
         return client
 
     def _pieces(self) -> Iterator[bytes]:
@@ -457,9 +468,10 @@ class Handler(BaseHTTPRequestHandler):
     def _json(self, status: int, document: dict[str, Any], **headers: str) -> None:
         self._reply(status, json.dumps(document).encode(), "application/json", **headers)
 
-    def _error(self, status: int, kind: str, message: str, retry: int = 0) -> None:
-        """An error in the form that OpenAI's clients read."""
-        self._consume()
+    def _error(self, status: int, kind: str, message: str, retry: int = 0, consume: bool = True) -> None:
+        """An error in the form that OpenAI's clients read; unless `consume`, without waiting for what the client still sends."""
+        if consume:
+            self._consume()
         more = {"Retry-After": str(retry)} if retry else {}
         more |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         code = {401: "invalid_api_key", 404: "not_found"}.get(status)
@@ -488,6 +500,19 @@ def inherited() -> socket.socket:
             COULD_NOT_RUN,
         )
     return socket.socket(fileno=3)
+
+
+def turn_away(connection: socket.socket) -> None:
+    """Say that there is no room, without reading or waiting."""
+    message = f"{MAX_CONNECTIONS} connections are open already"
+    error = {"message": message, "type": "overloaded_error", "param": None, "code": None}
+    body = json.dumps({"error": error}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nConnection: close\r\n"
+    )
+    with contextlib.suppress(OSError), connection:
+        connection.setblocking(False)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
 def serve(listener: socket.socket, fleet: Fleet, keys: Keys, stop: threading.Event | None = None) -> None:
@@ -520,8 +545,11 @@ def serve(listener: socket.socket, fleet: Fleet, keys: Keys, stop: threading.Eve
             looked = time.monotonic()
             refresh()
         if connection is not None:
-            connection.settimeout(CLIENT_S)
             running = {thread for thread in running if thread.is_alive()}
+            if len(running) >= MAX_CONNECTIONS:
+                turn_away(connection)
+                continue
+            connection.settimeout(CLIENT_S)
             running.add(thread := threading.Thread(target=answer, args=(connection,), daemon=True))
             thread.start()
     until = time.monotonic() + GRACE_S

@@ -43,9 +43,9 @@ def on(name: str, *command: str) -> str:
     return done.stdout.strip()
 
 
-def converge(*words: str) -> subprocess.CompletedProcess[str]:
-    """The scenario's converge on trixie, with other settings."""
-    command = [tool("ansible-playbook"), "-i", str(INVENTORY), str(CONVERGE), "--limit", "trixie", *words]
+def converge(*words: str, host: str = "trixie") -> subprocess.CompletedProcess[str]:
+    """The scenario's converge on one host, with other settings."""
+    command = [tool("ansible-playbook"), "-i", str(INVENTORY), str(CONVERGE), "--limit", host, *words]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
@@ -255,6 +255,17 @@ def test_settings_that_caddy_cannot_start_with_are_taken_back() -> None:
     assert done.returncode and "GATEWAY_START" in done.stdout, done.stdout
     assert on("trixie", "cat", "/etc/specrig/gateway/Caddyfile") == before
     assert ask()[0] == 200
+
+
+def test_a_port_below_1024_is_bound_again_when_the_new_one_is_taken() -> None:
+    """The unit of a port above lets Caddy bind none below: it goes back as well. 8001 is the stand-in's."""
+    address = HOST["bookworm"].address
+    listen = {"bind": address, "port": 8001, "tls": "internal", "server_name": "llm.lab.example", "email": ""}
+    before = on("bookworm", "cat", "/etc/systemd/system/specrig-gateway.service")
+    done = converge("-e", json.dumps({"gateway_listen": listen}), host="bookworm")
+    assert done.returncode and "GATEWAY_START" in done.stdout, done.stdout
+    assert on("bookworm", "cat", "/etc/systemd/system/specrig-gateway.service") == before
+    socket.create_connection((address, 443), 10).close()
 
 
 def test_a_caddyfile_that_is_none_does_not_replace_the_old_one() -> None:

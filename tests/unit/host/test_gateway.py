@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
+import resource
+import select
 import socket
 import threading
 import time
@@ -25,7 +28,7 @@ KEY = "client-key-of-forty-characters-0123456789"
 class Place:
     """A relay before two stand-ins, alpha and beta, that serve `tiny`, and gamma, that serves `other`."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, listener: socket.socket | None = None, **settings: Any) -> None:
         self.folder, self.stop = folder, threading.Event()
         self.engines: dict[str, Engine] = {}
         for name, model in (("alpha", "tiny"), ("beta", "tiny"), ("gamma", "other")):
@@ -35,7 +38,7 @@ class Place:
         self.settings = {"probe_s": 0.2, "probe_timeout_s": 0.6, "wait_s": 1.0} | settings
         self.configure()
         self.path = folder / "relay.sock"
-        listener = socket.socket(socket.AF_UNIX)
+        listener = listener or socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
         listener.listen(64)
         self.fleet = Fleet(folder / "relay.json", folder / "drained.json")
@@ -279,6 +282,81 @@ def test_a_client_that_reads_nothing_holds_up_nobody(place: Place) -> None:
     for connection in slow:
         connection.close()
     place.until(lambda: not any(u.running for u in place.fleet.upstreams))
+
+
+class High(socket.socket):
+    """Its connections have descriptors past 1024, as of some 500 requests at once."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        with connection:
+            return socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100)), address
+
+
+def test_descriptors_past_1024_are_as_good_as_any(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"this process may have {hard} descriptors")
+    with contextlib.ExitStack() as after:
+        after.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        place = Place(tmp_path, listener=High(socket.AF_UNIX))
+        after.callback(place.stop.set)
+        assert place.who() in ("alpha", "beta")
+        place.engines["gamma"].frozen.set()
+        connection = place.send({"model": "other", "prompt": "x", "max_tokens": 4})
+        place.until(lambda: bool(place.one("gamma").running))
+        connection.close()
+        place.until(lambda: not place.one("gamma").running, 2)
+        place.engines["gamma"].frozen.clear()
+
+
+def test_slow_clients_take_no_room_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without a key have little of it; all together have no more than there is, and who comes then is told."""
+    monkeypatch.setattr(gateway, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 5)
+    relays: list[gateway.Relay] = []
+
+    class Known(gateway.Relay):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            relays.append(self)
+
+    monkeypatch.setattr(gateway, "Relay", Known)
+    place = Place(tmp_path)
+    before = set(threading.enumerate())
+
+    def connections() -> int:
+        return sum(thread.name.endswith("(answer)") for thread in set(threading.enumerate()) - before)
+
+    with contextlib.ExitStack() as open_ones:
+        open_ones.callback(place.stop.set)
+
+        def begin(key: str) -> socket.socket:
+            connection = open_ones.enter_context(place.connect())
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 9\r\n\r\n"
+            )
+            with contextlib.suppress(BrokenPipeError):  # turned away already
+                connection.sendall(head.encode())
+            return connection
+
+        waiting = [begin("wrong") for _ in range(2)]
+        place.until(lambda: not relays[0].strangers._value)
+        for _ in range(8):
+            place.until(lambda: connections() == 2)  # those before have gone
+            assert begin("wrong").recv(65536).startswith(b"HTTP/1.1 401 ")
+        place.until(lambda: connections() == 2)
+        assert place.who() in ("alpha", "beta")
+        assert select.select(waiting, [], [], 0)[0] == [], "a client without a key was not waited for"
+        place.until(lambda: connections() == 2)
+        waiting += [begin(KEY) for _ in range(3)]
+        place.until(lambda: connections() == 5)
+        answer = begin(KEY).recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"5 connections are open already" in answer
+        waiting.pop().close()
+        place.until(lambda: connections() == 4)
+        assert place.who() in ("alpha", "beta")
 
 
 def test_a_client_that_leaves_is_not_generated_for(place: Place) -> None:
