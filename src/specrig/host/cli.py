@@ -303,7 +303,8 @@ def _load(name: str, stdin: str | None) -> manifest.Job:
 def _change_units(args: argparse.Namespace, progress: Progress, stdin: str | None) -> dict[str, Any]:
     """The verbs after which other units may be there than before."""
     if args.verb == "switch":
-        return switch.switch(switch.job(_document(args.job, stdin)), progress, args.check)
+        one, planned = switch.job(_document(args.job, stdin))
+        return switch.switch(one, progress, args.check, planned)
     if args.verb == "rollback":
         return switch.rollback(args.service, progress, args.check)
     return retire.retire(_document(args.job, stdin), progress, args.check)

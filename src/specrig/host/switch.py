@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrig.host import diagnosis, images, proof, proven, pull, start, units
+from specrig.host import diagnosis, handing, images, proof, proven, pull, retire, start, units
 from specrig.host.errors import COULD_NOT_RUN, HostError
 from specrig.host.progress import Progress
 from specrig.host.proven import Home, read_files
@@ -64,16 +65,35 @@ class Service:
         }
 
 
-def job(text: str) -> Service:
-    """The service of a job document {"service": the plan's entry}."""
+@dataclass(frozen=True)
+class Giver:
+    """A service that runs by its proven `record` and stops because its new files leave `what` to another one."""
+
+    service: Service
+    record: Mapping[str, Any]
+    what: list[str]
+
+
+def job(text: str) -> tuple[Service, list[Service]]:
+    """The service of a job document {"service": the plan's entry, "planned": those of all}, and all of them."""
     try:
-        return Service(json.loads(text)["service"])
+        document = json.loads(text)
+        return Service(document["service"]), [Service(entry) for entry in document.get("planned") or []]
     except (ValueError, KeyError, TypeError) as error:
         raise HostError("SWITCH_JOB", f"cannot read the job: {error!r}", "./rig up", COULD_NOT_RUN) from error
 
 
-def switch(service: Service, progress: Progress, check: bool = False) -> dict[str, Any]:
+def switch(
+    service: Service,
+    progress: Progress,
+    check: bool = False,
+    planned: Sequence[Service] = (),
+    down_since: float | None = None,
+) -> dict[str, Any]:
     """Have `service` run with the files that are there, and prove it.
+
+    Those of `planned` that run and, by their new files, leave memory or a port to it stop before and are switched after it; they run
+    by their proven files again when it fails. `down_since`: when it was stopped itself, for such a one.
 
     Returns {changed, unit, state, seconds, downtime_s, speculation, warnings}. Raises HostError START_* where nothing was proven
     before; UPGRADE_UNDONE when the proven one runs again, UPGRADE_STUCK when it does not.
@@ -93,10 +113,15 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
     if check:
         return {"changed": True, "unit": service.unit, "state": due["state"]}
     warnings = way_back(old, progress) if old is not None and not same else []
-    was_up = due["state"] == "active"
-    begin = time.monotonic()
+    givers = _givers(service, (old or {}).get("service") or {}, planned, progress) if due["changed"] else []
+    was_up = due["state"] == "active" or down_since is not None
+    begin = down_since or time.monotonic()
     down: float | None = None
+    stopped = time.monotonic()
     try:
+        for giver in givers:
+            progress.update("making room", message=f"{giver.service.unit} stops: {', '.join(giver.what)}")
+            units.run("systemctl", "stop", giver.service.unit, timeout=retire.STOP_S)
         started = service.start(progress)
         down = round(time.monotonic() - begin, 1) if was_up and started["seconds"] else None
         speculation = proof.prove(service.entry, service.key_file, progress)
@@ -106,13 +131,55 @@ def switch(service: Service, progress: Progress, check: bool = False) -> dict[st
                 "PROOF_SHORT", f"{service.name}: {speculation['cause']}", "a lower min_acceptance, another draft"
             )
     except HostError as error:
-        if old is None or same:
+        if (old is None or same) and not givers:
             raise
-        raise undo(service, old, error, begin, was_up, progress) from error
+        failure = error if old is None or same else undo(service, old, error, begin, was_up, progress)
+        raise _given_back(service, givers, failure, progress) from error
     service.home.keep(content, service.record(started, speculation, down))
     service.home.remember_setback(None)
     answer = _told(service, started, speculation, down)
-    return {**answer, "changed": True, "warnings": [*warnings, *answer["warnings"]]}
+    warnings, lines = [*warnings, *answer["warnings"]], answer["told"]
+    for giver in givers:
+        try:
+            more = switch(giver.service, progress, planned=planned, down_since=stopped)
+        except HostError as error:
+            cause = f"{service.unit} runs by its new files. {error.cause}"
+            raise HostError(error.code, cause, error.fix, error.status, error.lines) from error
+        warnings, lines = [*warnings, *more["warnings"]], [*lines, *more["told"]]
+    return {**answer, "changed": True, "warnings": warnings, "told": lines}
+
+
+def _givers(service: Service, was: Mapping[str, Any], planned: Sequence[Service], progress: Progress) -> list[Giver]:
+    """Who of `planned` holds what `service` is about to take over, and is to be restarted without it anyway."""
+    found = []
+    for other in planned:
+        record = other.home.get("proven")
+        if record is None or other.unit in (service.unit, *(service.entry.get("conflicts") or [])):
+            continue
+        what = handing.handed_over(record["service"], other.entry, was, service.entry)
+        due = other.start(progress, check=True) if what else {"changed": False}
+        if due["changed"] and due["state"] in start.RUNNING:
+            found.append(Giver(other, record, what))
+    return found
+
+
+def _given_back(service: Service, givers: Sequence[Giver], failure: HostError, progress: Progress) -> HostError:
+    """Have those that stopped for `service` run by their proven files again, after `failure`; return what has to be told."""
+    if givers and failure.code not in ("UPGRADE_UNDONE", "UPGRADE_STUCK"):
+        # It has nothing to go back to, and would go on trying to get what it was to take over.
+        units.run("systemctl", "stop", service.unit, timeout=retire.STOP_S)
+    cause, lines = failure.cause, failure.lines
+    for giver in givers:
+        progress.update("going back to the proven one", message=giver.service.unit)
+        proven.restore(giver.service.home.files(str(giver.record["id"])))
+        how = "runs by its proven files again"
+        try:
+            Service(giver.record["service"]).start(progress, restart=True)
+        except HostError as error:
+            how = f"did not come back ({error.code}: {error.cause})"
+            lines = [*lines, *error.lines]
+        cause += f". {giver.service.unit} had stopped for it ({', '.join(giver.what)}) and {how}"
+    return HostError(failure.code, cause, failure.fix, failure.status, lines)
 
 
 def tried(service: Service) -> str:

@@ -179,7 +179,7 @@ def test_snippets_are_python_of_every_version(name: str) -> None:
 
 
 def test_a_parser_that_gives_no_answer_leaves_no_container(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(arguments, "TIMEOUT_S", 2)
     slow = DOCKER.replace('if "-c" not in', 'if sys.argv[1] == "run": import time; time.sleep(30)\nif "-c" not in')
     (rig.folder / "docker").write_text(slow.replace("{python}", sys.executable))
     with pytest.raises(HostError, match="HOST_TOOL"):
