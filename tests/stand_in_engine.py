@@ -10,6 +10,7 @@ Every answer begins with the stand-in's name, then comes `word` for each token; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import threading
@@ -30,6 +31,9 @@ class Engine(ThreadingHTTPServer):
         self.asked = itertools.count()
         self.served: list[str] = []
         self.frozen = threading.Event()
+        self.decodes = 0
+        # An engine with one slot: threading.Lock().
+        self.slot: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         super().__init__(address, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -58,7 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.answer(200, {"object": "list", "data": [{"id": self.server.model}]})
         elif self.path == "/metrics":
-            self.answer(200, f'stand_in:generation_tokens_total{{m="x"}} {len(self.server.served)}\n')
+            counted = {"generation_tokens": len(self.server.served), "decodes": self.server.decodes}
+            self.answer(200, "".join(f'stand_in:{name}_total{{m="x"}} {value}\n' for name, value in counted.items()))
         else:
             self.answer(404, {})
 
@@ -84,7 +89,10 @@ class Handler(BaseHTTPRequestHandler):
         words = [self.server.name, *["word"] * (int(asked.get("max_tokens", 16)) - 1)]
         if asked.get("stream"):
             return self.stream(words, prompt.startswith("!break"))
-        time.sleep(self.server.delay * len(words))
+        with self.server.slot:
+            for _ in words:
+                time.sleep(self.server.delay)
+                self.server.decodes += 1
         usage = {"completion_tokens": len(words), "prompt_tokens": 1, "total_tokens": len(words) + 1}
         choice = {"index": 0, "text": " ".join(words), "message": {"role": "assistant", "content": " ".join(words)}}
         return self.answer(

@@ -27,6 +27,7 @@ METRICS = {
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
+PROGRESS = ("vllm:iteration_tokens_total_count", "vllm:generation_tokens_total")
 M = machine.Machine()
 
 
@@ -167,7 +168,9 @@ def main(argv: list[str]) -> int:
         return 1
 
     def ask(limit: float) -> dict[str, Any]:
-        seconds, (state, why) = timed(lambda: probe.probe(url, model, limit, None, "/v1/completions", "/metrics"))
+        seconds, (state, why) = timed(
+            lambda: probe.probe(url, model, limit, None, "/v1/completions", metrics_path="/metrics", progress=PROGRESS)
+        )
         return {"state": state, "why": why, "seconds": seconds, "health": health(url)}
 
     measure.write("probe_idle", **ask(10))

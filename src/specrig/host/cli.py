@@ -215,6 +215,7 @@ def _service(verbs: Any) -> None:
     one.add_argument("--health-path", default="/health")
     one.add_argument("--completion-path", default="/v1/completions")
     one.add_argument("--metrics-path", default="")
+    one.add_argument("--progress", action="append", default=[], metavar="SAMPLE", help="moves while the engine works")
     one.add_argument("--plan-key", default="", help="what times of earlier starts are comparable by")
     one.add_argument("--start-timeout", type=float, default=900)
     one.add_argument("--stop-timeout", type=int, default=60)
@@ -222,6 +223,9 @@ def _service(verbs: Any) -> None:
         "--vram", type=_pair, action="append", default=[], metavar="CARD=MIB", help="free before the start"
     )
     one.add_argument("--probe", type=float, nargs=3, default=(60, 60, 3), metavar=("INTERVAL", "TIMEOUT", "FAILURES"))
+    one.add_argument(
+        "--patience", type=float, default=0, help="of a probe, for an engine that shows no progress; seconds"
+    )
     one.add_argument("--restarts", type=int, default=5, help="in a row, before it gives up")
     one.add_argument(
         "--refused",
@@ -253,6 +257,7 @@ def _settings(args: argparse.Namespace) -> service.Settings:
         health_path=args.health_path,
         completion_path=args.completion_path,
         metrics_path=args.metrics_path,
+        progress=tuple(args.progress),
         plan_key=args.plan_key,
         start_timeout=args.start_timeout,
         stop_timeout=args.stop_timeout,
@@ -260,6 +265,7 @@ def _settings(args: argparse.Namespace) -> service.Settings:
         probe_interval=interval,
         probe_timeout=timeout,
         probe_failures=int(failures),
+        patience=args.patience,
         restarts=args.restarts,
         refused_words=tuple(args.refused),
     )

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specrig.host import docker_api, gate, machine, probe, ready, turns, units
+from specrig.host.background import Background
 from specrig.host.errors import HostError
 from specrig.host.phases import phase_of
 from specrig.host.progress import clock as as_clock
@@ -58,6 +59,7 @@ class Settings:
     health_path: str = "/health"
     completion_path: str = "/v1/completions"
     metrics_path: str = ""
+    progress: tuple[str, ...] = ()  # samples there that move while the engine works
     plan_key: str = ""  # what the times of earlier starts are comparable by
     start_timeout: float = 900
     stop_timeout: int = 60
@@ -65,6 +67,7 @@ class Settings:
     probe_interval: float = 60
     probe_timeout: float = 60
     probe_failures: int = 3
+    patience: float = 0  # how long a probe may wait its turn where nothing can show that the engine works
     restarts: int = 5
     refused_words: tuple[str, ...] = ()  # how a line begins that says no to the command line
 
@@ -107,27 +110,6 @@ def _write(path: Path | None, value: dict[str, Any]) -> None:
     if path is not None:
         with contextlib.suppress(OSError):
             write_json(path, value, 0o644)
-
-
-class Background:
-    """A call that may take long, beside the loop that must not."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self.result: Any = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except Exception as error:  # the loop decides what it means
-            self.result = error
-
-    @property
-    def done(self) -> bool:
-        """Whether the call has ended; then `result` is its value or its exception."""
-        return not self._thread.is_alive()
 
 
 class Report:
@@ -368,16 +350,14 @@ class Service:
                 _write(self._tries_file, {})
             if asked is None:
                 if s.probe_interval and self.now() >= due:
-                    asked = Background(
-                        lambda: probe.probe(
-                            s.url, s.model, s.probe_timeout, self._key, s.completion_path, s.metrics_path
-                        )
-                    )
+                    asked = Background(self._probe)
                 continue
             if not asked.done:
                 continue
             outcome, why = asked.result if isinstance(asked.result, tuple) else (probe.FAILED, repr(asked.result))
             asked = None
+            if outcome == probe.HUNG:
+                raise End(FAILED, f"the engine gave no token: {why}")
             if outcome == probe.FAILED:
                 failures += 1
                 self.report.enter(DEGRADED, f"{why}, {failures} of {s.probe_failures} times")
@@ -387,6 +367,20 @@ class Service:
                 failures = 0
                 self.report.enter(READY, f"busy: {why}" if outcome == probe.BUSY else "")
             due = self.now() + (min(s.probe_interval, 10) if failures else s.probe_interval)
+
+    def _probe(self) -> tuple[str, str]:
+        s = self.settings
+        return probe.probe(
+            s.url,
+            s.model,
+            s.probe_timeout,
+            self._key,
+            s.completion_path,
+            metrics_path=s.metrics_path,
+            progress=s.progress,
+            health_path=s.health_path,
+            patience=s.patience,
+        )
 
     # After it.
 

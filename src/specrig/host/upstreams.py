@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
+import math
 import socket
 import threading
 import time
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from specrig.host import ready
 from specrig.host.errors import HostError
+from specrig.host.probe import Watch
 from specrig.host.progress import write_json
 
 CONFIG = Path("/etc/specrig/gateway/relay.json")
@@ -23,10 +24,6 @@ DRAINED = Path("/var/lib/specrig-gateway/drained.json")
 # Failures in a row that take a rig out; one may be a hiccup. A refused connection of a request does it at once.
 FAILURES = 2
 AGAIN_S = 1.0
-# Tokens that an engine has read or written, as vLLM, SGLang and llama.cpp count them.
-_TOKENS = re.compile(
-    r"^\w+:(?:prompt_tokens|generation_tokens|tokens_predicted)_total(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE
-)
 
 
 @dataclass(eq=False)
@@ -38,11 +35,15 @@ class Upstream:
     model: str
     url: str
     key_file: Path | None
+    # What shows that it works (`samples` of its metrics page); where nothing does, how long it may be silent with requests of ours, in seconds.
+    metrics_path: str = ""
+    progress: tuple[str, ...] = ()
+    patience_s: float = 0.0
     up: bool | None = None
     why: str = "not probed yet"
     since: float = field(default_factory=time.monotonic)
     probe_s: float | None = None
-    heard: float = 0.0
+    heard: float = -math.inf
     last: float = 0.0
     answered: int = 0
     lost: int = 0
@@ -118,6 +119,8 @@ class Fleet:
                         one = Upstream(*key, key_file=None)
                         fresh.append(one)
                     one.key_file = Path(row["key_file"]) if row["key_file"] else None
+                    one.metrics_path, one.progress = row.get("metrics_path", ""), tuple(row.get("progress", ()))
+                    one.patience_s = float(row.get("patience_s", 0))
                     found.append(one)
             for one in old.values():
                 one.gone = True
@@ -202,38 +205,26 @@ def _stamp(path: Path) -> Any:
 # -- the probe -------------------------------------------------------------------------------------------------------
 
 
-def tokens_of(page: str) -> float | None:
-    """Sum of the token counters on a /metrics page, or None where there are none."""
-    found = _TOKENS.findall(page)
-    return sum(map(float, found)) if found else None
-
-
-def _tokens(upstream: Upstream, key: str | None) -> float | None:
-    try:
-        code, page = ready.call(upstream.url, "/metrics", key=key, timeout=3)
-    except (OSError, http.client.HTTPException):
-        return None
-    return tokens_of(page) if code == 200 else None
-
-
 def probe(upstream: Upstream, timeout: float) -> tuple[str, str]:
     """One real token: ("up" | "error" | "hung", why). A busy rig that answers late but works for others is up."""
     began = time.monotonic()
     try:
         key = upstream.key()
-        before = _tokens(upstream, key) if upstream.running else None
+        watch = Watch(upstream.url, upstream.metrics_path, key, upstream.progress, timeout)
         words = ready.complete_one(upstream.url, upstream.model, key, timeout)
     except socket.timeout:  # TimeoutError is the same only from Python 3.10 on
         if upstream.heard > began:
             return "up", "busy: no answer to the probe, but to others"
-        after = _tokens(upstream, key) if before is not None else None
-        if before is not None and after is not None and after > before:
-            return "up", "busy: no answer to the probe, but its token counter moves"
+        if watch.moved():
+            return "up", "busy: no answer to the probe, but it works: its counters move"
+        if upstream.running and time.monotonic() - upstream.heard < upstream.patience_s:
+            return "up", "busy: no answer to the probe, and requests run there"
         return "hung", f"no token within {timeout:.0f} s"
     except HostError as error:
         return "error", f"{error.code}: {error.cause}"
     except (OSError, http.client.HTTPException) as error:
         return "error", str(error) or type(error).__name__
+    upstream.heard = time.monotonic()
     upstream.probe_s = round(time.monotonic() - began, 3)
     return ("error", words) if words else ("up", "")
 

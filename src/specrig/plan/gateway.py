@@ -267,4 +267,7 @@ def _join(
         "service": service.name,
         "url": f"http://{url_host(host)}:{port['port']}",
         "key_file": None if not service.key_env else f"{CREDENTIALS}/{service.name}" if here else f"{UPSTREAMS}/{rig}",
+        "metrics_path": service.metrics_path,
+        "progress": service.progress,
+        "patience_s": service.probe["patience_s"],
     })  # fmt: skip

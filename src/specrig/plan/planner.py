@@ -41,6 +41,8 @@ ADD_CARD = f"add the card to {CATALOG}/gpus.yml"
 HUB_ENDPOINT = "https://huggingface.co"
 # Who the engine is: a number that no person and no dynamic user of systemd has, in group 0, which owns its key and its cache.
 ENGINE_USER = "61000:0"
+# Tokens a second that a busy engine makes at the least.
+SLOWEST = {"cuda": 10, "cpu": 2}
 
 
 def plan_host(
@@ -223,6 +225,12 @@ def _mount(artefact: Mapping[str, Any], inside: str, model: Model) -> dict[str, 
     return mount | ({"file": model.file} if model.file else {})
 
 
+def _patience(service: Service) -> int:
+    """How long a probe may wait behind others' answers where no counter tells a busy engine from a hung one: the longest answer, made slowly."""
+    decl = service.decl
+    return 0 if service.speaking.progress else max(decl.probe.timeout_s, decl.max_model_len // SLOWEST[decl.device])
+
+
 def _render(host: Host, service: Service, services: list[Service]) -> ServicePlan:
     decl, said = service.decl, values(service)
     graphs = service.cuda and not service.eager
@@ -253,6 +261,7 @@ def _render(host: Host, service: Service, services: list[Service]) -> ServicePla
         completion_path=service.engine.completion_path,
         metrics_path=service.engine.metrics_path,
         metrics=dict(service.speaking.metrics),
+        progress=list(service.speaking.progress),
         files=[
             {
                 "path": f"/etc/specrig/services/{decl.name}/{name}",
@@ -269,7 +278,7 @@ def _render(host: Host, service: Service, services: list[Service]) -> ServicePla
         stop_timeout_s=DRAIN_S + 40,
         free_vram=_free_vram(service),
         conflicts=[_unit(other) for other in services if excludes(service, other)],
-        probe=decl.probe.model_dump(),
+        probe=decl.probe.model_dump() | {"patience_s": _patience(service)},
         restarts=decl.restarts,
         refused_words=list(service.speaking.refused_words),
         cache_key=_cache_key(service, models),

@@ -164,7 +164,7 @@ class ProbeDecl(Declared):
     """How a running engine is asked for one token."""
 
     interval_s: int = Field(60, ge=0, le=86_400, description="0: never")
-    timeout_s: int = Field(60, ge=1, le=3600)
+    timeout_s: int = Field(60, ge=1, le=3600, description="then the engine has to show that it works for others")
     failures: int = Field(3, ge=1, le=100, description="in a row, with no token for anybody: then it is started again")
 
 
@@ -460,6 +460,7 @@ class ServicePlan:
     completion_path: str
     metrics_path: str  # Prometheus text; "": none
     metrics: dict[str, str]  # where the acceptance is read: host/acceptance.py
+    progress: list[str]  # samples at metrics_path that move while the engine works; []: none does before an answer ends
     files: list[dict[str, str]]  # configuration files mounted read-only: {path, path_in_container, content}
     k: int
     method: str
@@ -468,7 +469,9 @@ class ServicePlan:
     stop_timeout_s: int
     free_vram: dict[str, int]  # MiB that must be free before the start, by index or UUID of a card
     conflicts: list[str]  # units that cannot run beside this one, declared before it first
-    probe: dict[str, int]  # interval_s, timeout_s, failures
+    probe: dict[
+        str, int
+    ]  # interval_s, timeout_s, failures; patience_s: how long it may wait its turn where nothing shows progress, 0: counters do
     restarts: int
     refused_words: list[str]  # how a line of an engine begins whose parser says no, where its exit status does not tell
     cache_key: str  # of the compile cache: what was compiled for one pair must not be found by another

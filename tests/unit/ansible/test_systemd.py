@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrig.ansible.filter.systemd import FilterModule, systemd_quote
+from specrig.host import cli
 from specrig.host.start import read_once
 from specrig.plan import plan_host
 from specrig.runner import ROOT
@@ -109,6 +110,20 @@ def test_the_ordinary_unit(action: Any) -> None:
     after_image = [service["key_env"], *service["entrypoint"], *service["argv"]]
     assert command[command.index(service["image"]) + 1 :] == after_image
     assert {f"{k}={v}" for k, v in service["env"].items()} <= {b for a, b in pairwise(command) if a == "--env"}
+
+
+@pytest.mark.parametrize("engine", ["llama_cpp", "ollama"])
+def test_the_main_process_reads_from_its_unit_what_the_plan_says_of_the_probe(action: Any, engine: str) -> None:
+    [service] = plan_host("host", {"rig_profile": f"rtx4090_r1_14b_{engine}"}).as_json()["services"]
+    settings = cli._settings(cli.parser().parse_args(main_process(unit(action, service))[1:]))
+    assert list(settings.progress) == service["progress"] and settings.metrics_path == service["metrics_path"]
+    found = {
+        "interval_s": settings.probe_interval,
+        "timeout_s": settings.probe_timeout,
+        "failures": settings.probe_failures,
+        "patience_s": settings.patience,
+    }
+    assert found == service["probe"]
 
 
 def test_an_engine_without_a_key_of_its_own_and_with_a_file(action: Any) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
-from specrig.host import gate, probe, service, turns, units
+from specrig.host import acceptance, gate, service, turns, units
 from specrig.host.service import FAILED, GAVE_UP, REFUSED, STOPPED, Service, Settings
+from specrig.plan.dialects import dialect
 
 KEY = "k-0123456789abcdef"
-# Plays an engine; `mode` (a file) is read at each request: ok, hang, busy, wrong.
+FIXTURES = Path(__file__).with_name("fixtures")
+# Plays an engine; `mode` (a file) is read at each request: ok, hang, frozen (its health page too), busy, queue (its turn comes late), wrong.
 ENGINE = """
 import http.server, json, os, pathlib, sys, time
 here = pathlib.Path(sys.argv[1])
@@ -36,13 +38,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status); self.end_headers(); self.wfile.write(text.encode())
     def do_GET(self):
         global count
-        if self.path == "/health": return self.say(200, "")
+        if self.path == "/health":
+            if (here / "mode").read_text() == "frozen": time.sleep(30)
+            return self.say(200, "")
         count += (here / "mode").read_text() == "busy"
-        self.say(200, "vllm:generation_tokens_total{model=\\"m\\"} %d\\nvllm:num_requests_running 1\\n" % count)
+        self.say(200, "llamacpp:tokens_predicted_total 7\\nllamacpp:n_decode_total %d\\nllamacpp:requests_processing 1\\n" % count)
     def do_POST(self):
         mode = (here / "mode").read_text()
         if self.headers["Authorization"] != "Bearer KEY": return self.say(401, "")
-        if mode in ("hang", "busy"): time.sleep(30)
+        if mode in ("hang", "busy", "frozen"): time.sleep(30)
+        if mode == "queue":
+            time.sleep(1)
+            (here / "turn").touch()
         if mode == "wrong": return self.say(500, "boom")
         self.say(200, json.dumps({"usage": {"completion_tokens": 1}}))
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
@@ -86,11 +93,18 @@ class Stage:
         with self.seen:
             assert self.seen.wait_for(lambda: any(what in line for line in self.said), 20), (what, self.said)
 
+    def until(self, true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not true():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
     def service(self, *lines: str, **more: Any) -> Service:
         command = [sys.executable, str(self.directory / "engine.py"), str(self.directory), str(self.port), *lines]
         settings: dict[str, Any] = {
             "name": "tiny", "container": "specrig-tiny", "url": f"http://127.0.0.1:{self.port}", "model": "m",
             "command": command, "key_file": self.directory / "key", "metrics_path": "/metrics", "start_timeout": 20,
+            "progress": dialect("llama_cpp", "b11434").progress,
             "stop_timeout": 5, "probe_interval": 0.1, "probe_timeout": 0.3, "plan_key": "p",
         }  # fmt: skip
         return Service(Settings(**{**settings, **more}))
@@ -263,6 +277,7 @@ def test_one_bad_answer_is_not_the_end(stage: Stage) -> None:
 
 
 def test_a_busy_engine_is_not_hung(stage: Stage) -> None:
+    """llama.cpp counts the tokens of an answer when it ends; until then its decodes move."""
     one = stage.service(probe_failures=1)
     steps = [lambda: stage.wait("READY=1"), lambda: stage.mode("busy"), lambda: stage.wait("ready, busy")]
     assert stage.play(one, *steps) == STOPPED
@@ -279,8 +294,8 @@ def test_an_engine_that_dies_later_is_a_failure(stage: Stage) -> None:
 
 def test_a_start_that_takes_too_long_ends(stage: Stage) -> None:
     stage.mode("wrong")
-    assert stage.play(stage.service(start_timeout=1), stop=False) == FAILED
-    assert "was not ready after 1 s, while warming" in stage.state()["detail"]
+    assert stage.play(stage.service(start_timeout=3), stop=False) == FAILED
+    assert "was not ready after 3 s, while warming" in stage.state()["detail"]
 
 
 def test_a_full_disk_does_not_end_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,21 +322,38 @@ def test_stopped_while_it_waits(stage: Stage, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("page", "found"),
-    [
-        (
-            'vllm:generation_tokens_total{a="b"} 5.0\nprocess_cpu_seconds 1\n',
-            {'vllm:generation_tokens_total{a="b"}': "5.0"},
-        ),
-        (
-            "# HELP llamacpp:tokens_predicted_total x\nllamacpp:tokens_predicted_total 7\n",
-            {"llamacpp:tokens_predicted_total": "7"},
-        ),
-        ("", {}),
-    ],
+    ("engine", "version", "page"),
+    [("vllm", "0.26.0", "vllm-0.26.0-metrics.txt"), ("llama_cpp", "b11434", "llama-cpp-b11434-metrics.txt")],
 )
-def test_counters_of_tokens_by_any_name(page: str, found: dict[str, str]) -> None:
-    assert dict(probe._TOKENS.findall(page)) == found
+def test_what_moves_while_an_engine_works_is_on_its_metrics_page(engine: str, version: str, page: str) -> None:
+    """As recorded from the real ones."""
+    names = dialect(engine, version).progress
+    assert names and set(names) <= set(acceptance.samples((FIXTURES / page).read_text()))
+
+
+def test_who_waits_for_others_long_answer_is_not_hung(stage: Stage) -> None:
+    """An engine without counters: the probe keeps its place in the queue, longer than its time, and gets its token."""
+    one = stage.service(probe_failures=1, probe_timeout=0.2, patience=30, progress=())
+    steps = [
+        lambda: stage.wait("READY=1"),
+        lambda: stage.mode("queue"),
+        lambda: stage.until(lambda: (stage.directory / "turn").exists()),
+        lambda: time.sleep(0.3),
+    ]
+    assert stage.play(one, *steps) == STOPPED
+    assert not [line for line in stage.said if "degraded" in line]
+
+
+def test_an_engine_without_counters_is_hung_when_its_time_is_over(stage: Stage) -> None:
+    one = stage.service(probe_failures=3, probe_timeout=0.2, patience=1, progress=())
+    assert stage.play(one, lambda: stage.wait("READY=1"), lambda: stage.mode("hang"), stop=False) == FAILED
+    assert stage.state()["last_failure"] == "the engine gave no token: no token within 1 s"
+
+
+def test_an_engine_whose_health_page_hangs_too_has_no_such_time(stage: Stage) -> None:
+    one = stage.service(probe_failures=2, probe_timeout=0.2, patience=300, progress=())
+    assert stage.play(one, lambda: stage.wait("READY=1"), lambda: stage.mode("frozen"), stop=False) == FAILED
+    assert "nor /health: timed out" in stage.state()["last_failure"]
 
 
 @pytest.fixture

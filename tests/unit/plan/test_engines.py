@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specrig.plan import plan_host, versions
+from specrig.plan import plan_gateway, plan_host, versions
 from specrig.plan.catalog import catalog, profiles, read
 from specrig.plan.dialects import dialect, method_works, methods
 from specrig.plan.types import ServiceDecl
@@ -21,7 +21,7 @@ AWQ = {"repo": "casperhansen/deepseek-r1-distill-qwen-14b-awq"}
 DRAFT = {"repo": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"}
 GGUF = {"repo": "bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF"}
 GGUF_DRAFT = {"repo": "bartowski/DeepSeek-R1-Distill-Qwen-1.5B-GGUF"}
-PARTS = ("entrypoints", "flags", "speculative_config", "env", "known", "metrics")
+PARTS = ("entrypoints", "flags", "speculative_config", "env", "known", "metrics", "progress")
 
 
 def declared(engine: str, **over: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_tables_are_whole(engine: str) -> None:
         at = versions.key(version)
         for name, trait in tables["traits"].items():
             assert sum(versions.within(at, row) for row in trait["values"]) == 1, (version, name)
-        for part in ("entrypoints", "metrics"):
+        for part in ("entrypoints", "metrics", "progress"):
             assert sum(versions.within(at, row) for row in tables[part]) == 1, (version, part)
         assert set(dialect(engine, version).fields) <= set(ServiceDecl.model_fields)
     shared = set(read("dialects/ollama.yml")["traits"])
@@ -59,6 +59,32 @@ def test_every_engine_has_a_profile_for_the_same_target(engine: str) -> None:
     assert one.engine == engine and one.ports[0]["container_port"] == catalog().engines[engine].container_port
     assert one.health_path.startswith("/") and one.completion_path == "/v1/completions"
     assert "sk-" not in str(one.argv) and not any("api-key" in word for word in one.argv)
+
+
+def test_an_engine_shows_that_it_works_or_is_given_time() -> None:
+    """The longest answer, made slowly: 16384 tokens at 10 a second. A probe that may take longer by itself has its own time."""
+    plans = {name: plan_host("host", {"rig_profile": f"{BASE}_{name}"}).services[0] for name in OTHERS}
+    assert {name for name, one in plans.items() if not one.progress} == {"ollama", "tensorrt_llm"}
+    assert {name: one.probe["patience_s"] for name, one in plans.items() if one.probe["patience_s"]} == {
+        "ollama": 1638,
+        "tensorrt_llm": 1638,
+    }
+    assert all(one.metrics_path for one in plans.values() if one.progress)
+    [slow] = plan_host("host", declared("ollama", probe={"timeout_s": 3000})).services
+    assert slow.probe["patience_s"] == 3000
+
+
+def test_a_gateway_is_told_how_to_tell_busy_from_hung() -> None:
+    for engine in ("llama_cpp", "ollama"):
+        host = {"rig_profile": f"{BASE}_{engine}"}
+        [one] = plan_host("host", host).services
+        [pool] = plan_gateway("host", host, {"host": host}).pools
+        told = {key: pool["upstreams"][0][key] for key in ("metrics_path", "progress", "patience_s")}
+        assert told == {
+            "metrics_path": one.metrics_path,
+            "progress": one.progress,
+            "patience_s": one.probe["patience_s"],
+        }
 
 
 # engine × (method, draft): accepted or the code that refuses it

@@ -38,6 +38,9 @@ class Dialect:
     traits: Mapping[str, Any]
     refused_words: tuple[str, ...]  # how a line begins that says no to the command line; (): exit status 2 says it
     metrics: Mapping[str, str]  # where the acceptance is read (host/acceptance.py)
+    progress: tuple[
+        str, ...
+    ]  # samples of the metrics page that move while it works; (): none does before an answer ends
     known: Mapping[str, bool]  # flags whose window was read exactly: is it accepted by this version?
     owned: Mapping[
         str, str
@@ -115,6 +118,7 @@ def dialect(engine: str, version: str) -> Dialect:
         traits={name: now(trait["values"])[0]["value"] for name, trait in tables["traits"].items()},
         refused_words=tuple(tables.get("refused_words", [])),
         metrics=now(tables["metrics"])[0]["read"],
+        progress=tuple(now(tables["progress"])[0]["samples"]),
         known={flag: any(row["flag"] == flag for row in now(tables["known"])) for flag in known},
         owned={
             flag: name
