@@ -63,7 +63,9 @@ def test_what_is_asked(books: Playbooks, words: list[str], name: str, variables:
     assert (runner.ROOT / "playbooks" / f"{name}.yml").exists()
 
 
-def test_a_host_that_falls_short_or_is_silent_is_exit_1_or_2(books: Playbooks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_falls_short_or_is_silent_is_exit_1_or_2(
+    books: Playbooks, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = {"code": "STORE_DAMAGED", "cause": "1 file", "fix": "./rig up", "lines": ["/srv/models/x/a"]}
     books.answers = {"alpha": {"failed": True, "msg": "STORE_DAMAGED: …", "result": {"error": error}}}
     assert books.rig("verify") == 1
