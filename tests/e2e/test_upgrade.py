@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specrig.lab import Lab, standins
+from specrig.plan.catalog import profiles
 from specrig.verbs.demo import LAB
 from tests.e2e.conftest import UNIT, Rig
 
@@ -154,6 +155,37 @@ def test_a_good_upgrade_and_the_way_back(rig: Rig, seconds: dict[str, float]) ->
     assert rig.complete() is not None
     status = rig.rig("status")
     assert "rolled back by hand" in status.stdout and "./rig up would move it forward again" in status.stdout
+
+
+def test_two_services_exchange_their_ports(rig: Rig, seconds: dict[str, float]) -> None:
+    """Two services exchange their ports by one run of `./rig up` | each answers at its new port, with the key it had."""
+    plain = {key: value for key, value in profiles()["cpu_demo"].services[0].items() if key not in ("draft", "vocab")}
+
+    def declared(first: int, second: int) -> list[str]:
+        other = {**plain, "name": "second", "port": second, "method": "ngram"}
+        return ["-e", json.dumps({"rig_services": [{"name": "tiny", "port": first}, other]})]
+
+    def ports() -> dict[str, str]:
+        names = ("specrig-tiny", "specrig-second")
+        bound = {name: rig.inspect(name)["HostConfig"]["PortBindings"] for name in names}
+        return {name: one["HostPort"] for name, rows in bound.items() for [one] in rows.values()}
+
+    keys = ["sha256sum", "/etc/specrig/services/tiny/api-key", "/etc/specrig/services/second/api-key"]
+    try:
+        done = rig.rig("up", *declared(8000, 8001))
+        assert done.returncode == 0 and ports() == {"specrig-tiny": "8000", "specrig-second": "8001"}, done.stdout
+        had = rig.must(*keys)
+        done = rig.rig("up", *declared(8001, 8000))
+        assert done.returncode == 0 and ports() == {"specrig-tiny": "8001", "specrig-second": "8000"}, done.stdout
+        down = [float(one) for one in re.findall(r"nothing answered for (\d+) s", done.stdout)]
+        assert len(down) == 2, done.stdout
+        assert rig.must(*keys) == had and rig.complete() is None, "the key of `tiny` opened the port of `second`"
+        again = rig.rig("up", *declared(8001, 8000))
+        assert again.returncode == 0 and "changed=0" in again.stdout, again.stdout
+        seconds["test_two_services_exchange_their_ports"] = max(down)
+    finally:
+        assert rig.rig("up").returncode == 0
+    assert rig.complete() is not None
 
 
 def test_images_are_pruned_only_where_nothing_uses_them(rig: Rig, broken: dict[str, str]) -> None:
