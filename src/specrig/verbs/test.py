@@ -59,6 +59,7 @@ NIGHTLY = {
     "gateway_lifecycle",
     "nvidia_container_toolkit_lifecycle",
     "nvidia_driver_lifecycle",
+    "nvidia_driver_ubuntu",
     "whole_site",
 }
 
