@@ -144,7 +144,9 @@ def test_the_context_that_a_fix_names_is_the_largest_without_a_warning(over: dic
 
     plan = _plan(**over)
     fix = next(found.fix for found in (*plan.refusals, *plan.warnings) if found.code == code)
-    named = int(re.match(r"max_model_len: (\d+)", fix)[1])  # type: ignore[index]
+    found = re.match(r"max_model_len: (\d+)", fix)
+    assert found, fix
+    named = int(found[1])
     assert memory(named) == set()
     assert memory(named + vram.STEP)
 
